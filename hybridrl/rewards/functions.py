@@ -33,13 +33,14 @@ COROUTINES = 64
 class Bound:
     """`function` with the request keywords it takes (its name of each -> ours) and fixed ones, which take precedence.
 
-    A coroutine is cancelled after `timeout` seconds: OutOfTime. Any other call must be ended from outside.
+    A coroutine is cancelled after `timeout` seconds: OutOfTime; None: it ends by itself. Any other call must be ended
+    from outside.
     """
 
     function: Callable[..., Any]
     keywords: dict[str, str]
     fixed: dict[str, Any]
-    timeout: float
+    timeout: float | None
 
     @property
     def is_async(self) -> bool:

@@ -26,10 +26,10 @@ _KEPT = 20_000  # characters of the judge's text that are kept with a sample
 class Judge:
     """The reward function `judge`: a coroutine function, so that many calls of a process run at the same time."""
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, **limits: Any) -> None:
         self._parse, (self._least, self._most) = re.compile(config.verdict), config.scale
         self._pairs, self._compares = config.pairs, config.compares
-        self._parts, self._client = template_parts(config.template), JudgeClient(config, self._score)
+        self._parts, self._client = template_parts(config.template), JudgeClient(config, self._score, **limits)
         self._per_criterion = "criterion" in FIELD.findall(" ".join(self._parts))
 
     async def __call__(

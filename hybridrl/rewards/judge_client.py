@@ -8,9 +8,11 @@ import hashlib
 import json
 import logging
 import os
+import sys
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -47,13 +49,42 @@ class CallFailed(NoScore):
         return NoScore(fault=self.fault, detail=str(self), extras={JUDGE_CALLS: calls})
 
 
+class Pace:
+    """Starts at most `at_once` requests at the same time, `seconds` apart, and calls `started` for each."""
+
+    def __init__(
+        self, at_once: int | None = None, seconds: float = 0.0, started: Callable[[], None] = lambda: None
+    ) -> None:
+        self._places, self._seconds, self._started = asyncio.Semaphore(at_once or sys.maxsize), seconds, started
+        self._next = 0.0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        async with self._places:
+            now = time.monotonic()
+            begin = max(self._next, now)
+            self._next = begin + self._seconds
+            await asyncio.sleep(begin - now)
+            self._started()
+            yield
+
+
 class ModelServer:
     """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`; `hint`
     names the key of the time limit."""
 
     def __init__(
-        self, url: str, api_key_env: str | None, section: str, *, timeout: float, retries: int, hint: str = ""
+        self,
+        url: str,
+        api_key_env: str | None,
+        section: str,
+        *,
+        timeout: float,
+        retries: int,
+        hint: str = "",
+        pace: Pace | None = None,
     ) -> None:
+        self._pace = pace or Pace()
         self.url, self._seconds, self._retries, self._hint = url, timeout, retries, hint
         self._headers = {"Content-Type": "application/json"}
         if api_key_env:
@@ -74,7 +105,9 @@ class ModelServer:
             if call is not None:
                 call["retries"] = attempt
             try:
-                return read(await self._post(content))
+                async with self._pace.turn():
+                    reply = await self._post(content)
+                return read(reply)
             except CallFailed as failure:
                 wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_BACKOFF) * (1 + jitter) / 2
                 wait = wait if failure.wait is None else failure.wait
@@ -110,14 +143,14 @@ class ModelServer:
 
 
 class JudgeClient:
-    """Sends messages to the endpoint; `read` turns the judge's text into a score, or raises CallFailed. All methods run
-    in one event loop."""
+    """Sends messages to the endpoint; `read` turns the judge's text into a score, or raises CallFailed; `limits` are
+    those of Pace. All methods run in one event loop."""
 
-    def __init__(self, config: JudgeConfig, read: Callable[[str], float]) -> None:
+    def __init__(self, config: JudgeConfig, read: Callable[[str], float], **limits: Any) -> None:
         self._config, self._read, self._verdicts = config, read, Verdicts(config.cache)
         url = f"{str(config.base_url).rstrip('/')}/chat/completions"
-        limits = {"timeout": config.timeout, "hint": " (reward.judge.timeout)"}
-        self._endpoint = ModelServer(url, config.api_key_env, "reward.judge", **limits, retries=config.retries)
+        options = {"timeout": config.timeout, "hint": " (reward.judge.timeout)", "pace": Pace(**limits)}
+        self._endpoint = ModelServer(url, config.api_key_env, "reward.judge", **options, retries=config.retries)
         self._calls: dict[str, asyncio.Task[tuple[float, str]]] = {}  # in progress, by the key of the request
 
     async def ask(self, messages: Sequence[Mapping[str, str]], calls: list[dict[str, Any]]) -> tuple[float, str]:

@@ -147,11 +147,17 @@ _CUSTOM = "reward.custom_reward_function"
 _MANAGER = "reward.reward_manager"
 
 
-def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu_limited: bool = False) -> Reward:
+def load_reward(
+    config: RewardConfig,
+    data_sources: Collection[str] = (),
+    *,
+    cpu_limited: bool = False,
+    started: Callable[[], None] = lambda: None,
+) -> Reward:
     """Load the custom function if a path is set, else the built-in scorers of `data_sources`.
 
     `cpu_limited`: the kernel ends this process (SIGPROF) when a built-in scorer needs more than CPU_SECONDS for one
-    response.
+    response. `started` is called before each request to a judge.
     """
     further, compared = {}, None
     for key, place in config.functions.items():
@@ -160,12 +166,15 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         function = _member(path, f"reward.functions.{key}", name, f"reward.functions.{key}={place}")
         further[key] = bind(function, {}, config.timeout, key, REQUEST_KEYWORDS)
     if config.judged:  # its file imports a client of HTTP, which takes as long as all others together
-        judge = importlib.import_module("hybridrl.rewards.judge").Judge(config.judge)
+        at_once, seconds = requests_at_once(config), seconds_between_requests(config)
+        limits = {"at_once": at_once, "seconds": seconds, "started": started}
+        judge = importlib.import_module("hybridrl.rewards.judge").Judge(config.judge, **limits)
+        timeout = None if at_once or seconds else config.timeout  # waits before a request do not count
         if config.judge.compares:
             keywords = {name: name for name in ("solution_strs", "extra_infos", "prompts")}
-            compared = Bound(judge.compare, keywords, {}, config.timeout)
+            compared = Bound(judge.compare, keywords, {}, timeout)
         else:
-            further[JUDGE] = Bound(judge, {name: name for name in JUDGE_KEYWORDS}, {}, config.timeout)
+            further[JUDGE] = Bound(judge, {name: name for name in JUDGE_KEYWORDS}, {}, timeout)
     if not uses_main(config):
         return Reward(None, further, config.weights, compared)
 
@@ -225,10 +234,13 @@ def in_one_call(config: RewardConfig) -> bool:
     return unit_of(config) != "response"
 
 
+def _by_manager(config: RewardConfig) -> bool:
+    return config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
+
+
 def _is_limited(config: RewardConfig, *, is_set: bool) -> bool:
-    """Whether a limit on calls applies: with a judge one that `is_set`, whatever the manager."""
-    by_manager = config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
-    return by_manager or bool(config.judge.base_url and is_set)
+    """Whether a limit applies: with a judge one that `is_set`, whatever the manager."""
+    return _by_manager(config) or bool(config.judge.base_url and is_set)
 
 
 def processes(config: RewardConfig) -> int:
@@ -238,20 +250,32 @@ def processes(config: RewardConfig) -> int:
     return min(config.num_workers, most)
 
 
-def calls_at_once(config: RewardConfig, is_async: bool) -> int:
-    """Return the concurrent calls per process."""
-    if _is_limited(config, is_set=config.max_concurrent > 1):
-        return max(config.max_concurrent // max(processes(config), 1), 1)
-    return COROUTINES if is_async else 1
+def requests_at_once(config: RewardConfig) -> int | None:
+    """Return the concurrent requests to a model's server per process; None: any number."""
+    if not _is_limited(config, is_set=config.max_concurrent > 1):
+        return None
+    return max(config.max_concurrent // max(processes(config), 1), 1)
 
 
-def seconds_between_calls(config: RewardConfig) -> float:
-    """Return the seconds between calls of each process with which all together keep the limits of `rate_limited`."""
+def seconds_between_requests(config: RewardConfig) -> float:
+    """Return the seconds between requests of each process with which all together keep the limits."""
     if not _is_limited(config, is_set=True):
         return 0.0
     by_tokens = config.max_tpm / config.estimated_tokens_per_request if config.max_tpm else None
     rates = [rate for rate in (config.max_rpm, by_tokens) if rate]
     return max(processes(config), 1) * 60 / min(rates) if rates else 0.0
+
+
+def calls_at_once(config: RewardConfig, is_async: bool) -> int:
+    """Return the concurrent calls of functions per process. A judge limits its own requests, which are several per
+    call with a rubric."""
+    limit = None if config.judged and not _by_manager(config) else requests_at_once(config)
+    return limit or (COROUTINES if is_async else 1)
+
+
+def seconds_between_calls(config: RewardConfig) -> float:
+    """Return the seconds between calls of functions of each process."""
+    return 0.0 if config.judged and not _by_manager(config) else seconds_between_requests(config)
 
 
 def _server_values(config: RewardConfig) -> dict[str, Any]:

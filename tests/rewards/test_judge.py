@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +32,9 @@ from hybridrl.rewards.load import (
     calls_at_once,
     load_reward,
     processes,
+    requests_at_once,
     seconds_between_calls,
+    seconds_between_requests,
     uses_built_in,
 )
 from hybridrl.rewards.pool import ScorerPool
@@ -387,7 +390,8 @@ Write = Any  # the fixture reward_config
 
 def reward_of(reward_config: Write, server: JudgeServer, source: str | None = None, **more: Any) -> RewardConfig:
     keys = {name: more.pop(name) for name in ("cache", "retries", "template") if name in more}
-    return reward_config(source, more={"judge": judge_config(server.url, **keys)} | more)
+    options = {name: more.pop(name) for name in ("manager", "timeout") if name in more}
+    return reward_config(source, **options, more={"judge": judge_config(server.url, **keys)} | more)
 
 
 def requests(*solutions: str, source: str = "poems") -> list[ScoringRequest]:
@@ -549,15 +553,64 @@ def test_a_key_that_is_not_in_the_environment_is_rejected_before_a_run(reward_co
         load_reward(reward_config(more={"judge": judge}))
 
 
-def test_limits_on_calls_apply_with_any_manager(reward_config):
+def test_limits_count_the_requests_of_a_judge_with_any_manager(reward_config):
     judge = judge_config("http://127.0.0.1:1/v1")
     plain = reward_config(num_workers=4, more={"judge": judge})
-    assert (processes(plain), calls_at_once(plain, True), seconds_between_calls(plain)) == (4, 64, 0)
+    assert (processes(plain), requests_at_once(plain), seconds_between_requests(plain)) == (4, None, 0)
     limited = replace(plain, max_concurrent=8, max_rpm=120)
-    assert (processes(limited), calls_at_once(limited, True), seconds_between_calls(limited)) == (4, 2, 2.0)
-    assert calls_at_once(replace(plain, max_rpm=120), True) == 64
-    assert seconds_between_calls(replace(limited, judge=replace(judge, base_url=None))) == 0
+    assert (processes(limited), requests_at_once(limited), seconds_between_requests(limited)) == (4, 2, 2.0)
+    assert (calls_at_once(limited, True), seconds_between_calls(limited)) == (64, 0)  # those of functions
+    assert seconds_between_requests(replace(limited, judge=replace(judge, base_url=None))) == 0
+    managed = replace(limited, reward_manager=replace(limited.reward_manager, name="rate_limited"))
+    assert (calls_at_once(managed, True), seconds_between_calls(managed)) == (2, 2.0)
+    calling = replace(reward_config(PLAIN, num_workers=4, more={"judge": judge}), max_concurrent=8, max_rpm=120)
+    assert (calls_at_once(calling, True), seconds_between_calls(calling)) == (2, 2.0)
     assert not uses_built_in(plain)
+
+
+def test_every_request_about_a_criterion_and_every_further_attempt_is_counted(reward_config):
+    failing = Reply(status=503, headers=AT_ONCE)
+    with serving(lambda number, body: Reply() if number else failing) as server:
+        config = reward_of(reward_config, server, template="rubric", retries=1, timeout=0.6, max_rpm=600)
+        rows = [replace(row, extra_info={"rubric": RUBRIC}) for row in requests("4", "5", "6", "7")]
+        with ScorerPool(config) as pool:
+            began = time.monotonic()
+            scores = [future.result(timeout=30) for future in pool.submit(rows)]  # longer than a response may take
+    assert [score.fault for score in scores] == [None] * 4 and len(server.requests) == 13
+    assert all(moment >= began + 0.1 * number for number, moment in enumerate(server.times))
+
+
+@pytest.mark.parametrize("template", ["rubric", "pairwise"])
+def test_no_more_requests_than_allowed_are_in_progress(reward_config, template):
+    lock, current, most = threading.Lock(), 0, 0
+
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        nonlocal current, most
+        with lock:
+            current += 1
+            most = max(most, current)
+        time.sleep(0.05)
+        with lock:
+            current -= 1
+        return Reply("VERDICT: tie" if template == "pairwise" else "VERDICT: yes")
+
+    with serving(reply) as server:
+        keys = {"template": template, "num_workers": 2, "manager": "group" if template == "pairwise" else "naive"}
+        config = reward_of(reward_config, server, max_concurrent=4, **keys)
+        groups = [requests("4", "5", "6", "7"), requests("8", "9", "10", "11")]
+        groups = [[replace(row, extra_info={"rubric": RUBRIC}) for row in group] for group in groups]
+        with ScorerPool(config) as pool:
+            futures = [future for group in groups for future in pool.submit(group)]
+            assert not [score for future in futures if (score := future.result(timeout=30)).fault]
+    assert len(server.requests) == 24 and most == 4
+
+
+def test_a_function_that_hangs_next_to_a_judge_whose_requests_wait_is_ended(reward_config):
+    source = "import time\ndef compute_score(solution_str): time.sleep(60 * (solution_str == 'slow')); return 1"
+    with serving(Reply()) as server:
+        config = reward_of(reward_config, server, source, timeout=1, max_rpm=600)
+        scores = scored(config, requests("4", "slow", "5"))
+    assert [score.fault for score in scores] == [None, "timeout", None]
 
 
 def test_prompts_are_sent_to_the_processes_of_a_judge_only():

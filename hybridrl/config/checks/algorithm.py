@@ -315,9 +315,6 @@ def _resolve_judge(reward: RewardConfig, check: Checker) -> None:
         elif manager.name != "group":
             cause = "the judge's template compares the responses to a prompt, which only group scores together"
             check.error(".judge.template .reward_manager.name", cause, f"set {MANAGER}.name=group")
-        if reward.max_rpm or reward.max_tpm:
-            cause = "the calls of a judge that compares responses are not limited in number"
-            check.error(".max_rpm .max_tpm .judge.template", cause, "set max_rpm=null and max_tpm=null")
     if reward.timeout < judge.longest:
         cause = f"reward.timeout={judge.longest:g} instead of {reward.timeout:g}: the judge may need as long with "
         cause += f"{judge.retries} retries"
