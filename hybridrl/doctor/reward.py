@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,12 +59,14 @@ class ScoringConfig(Section):
 
 
 class Stored(NamedTuple):
-    """A stored response: its place in the file, the score stored with it, and its length in tokens."""
+    """A stored response: its place in the file, the score stored with it, its length in tokens, and the group of
+    responses that are scored together by the manager of this name."""
 
     place: str
     request: ScoringRequest
     score: float | None
     length: int
+    group: Hashable
 
 
 def rescore(options: argparse.Namespace) -> Findings:
@@ -148,6 +150,7 @@ def _parse(row: DataRow, data_source: str, bad_rows: Faults, needs_truth: bool) 
         ScoringRequest(str(source or data_source), response, truth, extra, prompt=prompt),
         None if isinstance(number, Exception) else number,
         _length(episode),
+        repr([values.get("step"), episode.get("position"), source, prompt, truth]),
     )
 
 
@@ -166,7 +169,8 @@ def score_all(
     try:
         with Rescorer(config, sources, log) as rescorer:
             rescorer.shaping, began = Shaping.of(shaped_by or config), time.monotonic()
-            scores = rescorer.rescore([row.request for row in stored], [row.length for row in stored])
+            requests, groups = [row.request for row in stored], [row.group for row in stored]
+            scores = rescorer.rescore(requests, [row.length for row in stored], groups)
             return list(scores), time.monotonic() - began
     except ScorerDied as error:
         raise ConfigError(str(error)) from error
@@ -299,7 +303,7 @@ def _stored(record: SampleRecord, rows: Rows | None) -> Stored:
     extra = (extra or {}) | conversation_facts(episode)
     place = f"row {row}, sample {sample}" if row is not None else f"prompt {record.prompt[:40]!r}"
     request = ScoringRequest(source, record.response, record.truth, extra, prompt=record.prompt)
-    return Stored(f"step {record.step}, {place}", request, record.score, _length(episode))
+    return Stored(f"step {record.step}, {place}", request, record.score, _length(episode), record.group)
 
 
 def _report_steps(records: Sequence[SampleRecord], pairs: Sequence[Pair], findings: Findings) -> None:
