@@ -14,22 +14,22 @@ LINES = {
     "agents": 7066,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 5297,
+    "config": 5347,
     "core": 13782,
     "data": 2009,
-    "doctor": 4642,
+    "doctor": 4650,
     "environments": 180,
-    "evaluation": 2237,
+    "evaluation": 2253,
     "health": 1058,
     "model_merger": 917,
     "report": 2505,
-    "rewards": 3601,
-    "runs": 3856,
+    "rewards": 3748,
+    "runs": 3852,
     "runtime": 1603,
-    "tracking": 1933,
+    "tracking": 1942,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 56994
+TOTAL = 57220
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 456  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

@@ -41,7 +41,7 @@ from hybridrl.rewards.score import Score, ScoringRequest, Shaping, diagnosis
 from hybridrl.runs.settings import build_algorithm
 from hybridrl.runs.trials import scored_batch
 from hybridrl.tracking.faults import count_faults, fault_kind
-from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, read_records, records_of
+from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, prompt_text, read_records, records_of
 
 KEY = "FILE"
 SHOWN = 5  # responses whose scores differ
@@ -233,7 +233,8 @@ def rescore_run(run: Path, options: argparse.Namespace) -> Findings:
     rows = None if config is None else data_rows(config.data, findings)
     if config is not None and not options.reward:
         section = config.reward
-    stored = [_stored(record, rows) for record in records]
+    prompt_key = "prompt" if config is None else config.data.prompt_key
+    stored = [_stored(record, rows, prompt_key) for record in records]
     log = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"), "reward.log")
     shaped_by = section if options.overrides or config is None else config.reward
     scores, _ = score_all(section, stored, log, shaped_by)
@@ -295,14 +296,17 @@ def data_rows(data: DataConfig, findings: Findings) -> Rows | None:
         return None
 
 
-def _stored(record: SampleRecord, rows: Rows | None) -> Stored:
-    episode, extra = record.episode, None
+def _stored(record: SampleRecord, rows: Rows | None, prompt_key: str) -> Stored:
+    episode, extra, prompt = record.episode, None, record.prompt
     row, sample, source = episode.get("row"), episode.get("sample"), str(episode.get("data_source", ""))
     if rows is not None and row is not None and row < len(rows):  # the data may have changed since
         extra = as_object(rows[row].values.get("extra_info"))
+        messages = rows[row].values.get(prompt_key)
+        if isinstance(messages, list) and prompt == prompt_text(messages):  # a judge reads them
+            prompt = messages
     extra = (extra or {}) | conversation_facts(episode)
     place = f"row {row}, sample {sample}" if row is not None else f"prompt {record.prompt[:40]!r}"
-    request = ScoringRequest(source, record.response, record.truth, extra, prompt=record.prompt)
+    request = ScoringRequest(source, record.response, record.truth, extra, prompt=prompt)
     return Stored(f"step {record.step}, {place}", request, record.score, _length(episode), record.group)
 
 
