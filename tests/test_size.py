@@ -14,22 +14,22 @@ LINES = {
     "agents": 7066,
     "checkpoint": 1986,
     "compat": 3224,
-    "config": 5312,
-    "core": 13789,
+    "config": 5373,
+    "core": 13923,
     "data": 2060,
-    "doctor": 4642,
+    "doctor": 4650,
     "environments": 180,
-    "evaluation": 2237,
-    "health": 1058,
+    "evaluation": 2253,
+    "health": 1074,
     "model_merger": 932,
-    "report": 2505,
-    "rewards": 3603,
-    "runs": 3870,
+    "report": 2520,
+    "rewards": 3750,
+    "runs": 3919,
     "runtime": 1603,
-    "tracking": 1933,
+    "tracking": 1942,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 57085
+TOTAL = 57540
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 457  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

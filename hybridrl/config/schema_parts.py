@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from hybridrl.config import values
 from hybridrl.config.catalog import BYPASS_LOSSES, ESTIMATOR_NAMES, POLICY_LOSS_NAMES, parameter_types
 from hybridrl.config.files import ModelPath, RowNames, Script
-from hybridrl.config.judge import JudgeConfig
+from hybridrl.config.judge import JudgeConfig, server_parameters
 from hybridrl.config.values import Section, ValueFault
 
 SHIPPED_SHARE, WHOLE_SHARE = 0.5, 0.9  # share of GPU memory for an engine: by default, and without a trainer
@@ -196,6 +196,16 @@ class RewardConfig(Section):
     judge: JudgeConfig
     reward_model: RewardModelConfig
     reward_kwargs: RewardKwargsConfig
+
+    @property
+    def server_parameters(self) -> dict[str, bool]:
+        """verl's parameters for a model's server that the custom function names, and whether it needs them."""
+        return server_parameters(self.custom_reward_function.path, self.custom_reward_function.name)
+
+    @property
+    def judged(self) -> bool:
+        """Whether the judge scores responses: next to a function that calls its server itself only with a weight."""
+        return bool(self.judge.base_url) and ("judge" in self.weights or not self.server_parameters)
 
 
 class ValidationSamplingConfig(Section):

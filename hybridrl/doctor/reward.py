@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ from hybridrl.rewards.score import Score, ScoringRequest, Shaping, diagnosis
 from hybridrl.runs.settings import build_algorithm
 from hybridrl.runs.trials import scored_batch
 from hybridrl.tracking.faults import count_faults, fault_kind
-from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, read_records, records_of
+from hybridrl.tracking.records import OWN_KEY, SampleRecord, checked_episode, prompt_text, read_records, records_of
 
 KEY = "FILE"
 SHOWN = 5  # responses whose scores differ
@@ -59,12 +59,14 @@ class ScoringConfig(Section):
 
 
 class Stored(NamedTuple):
-    """A stored response: its place in the file, the score stored with it, and its length in tokens."""
+    """A stored response: its place in the file, the score stored with it, its length in tokens, and the group of
+    responses that are scored together by the manager of this name."""
 
     place: str
     request: ScoringRequest
     score: float | None
     length: int
+    group: Hashable
 
 
 def rescore(options: argparse.Namespace) -> Findings:
@@ -148,6 +150,7 @@ def _parse(row: DataRow, data_source: str, bad_rows: Faults, needs_truth: bool) 
         ScoringRequest(str(source or data_source), response, truth, extra, prompt=prompt),
         None if isinstance(number, Exception) else number,
         _length(episode),
+        repr([values.get("step"), episode.get("position"), source, prompt, truth]),
     )
 
 
@@ -166,7 +169,8 @@ def score_all(
     try:
         with Rescorer(config, sources, log) as rescorer:
             rescorer.shaping, began = Shaping.of(shaped_by or config), time.monotonic()
-            scores = rescorer.rescore([row.request for row in stored], [row.length for row in stored])
+            requests, groups = [row.request for row in stored], [row.group for row in stored]
+            scores = rescorer.rescore(requests, [row.length for row in stored], groups)
             return list(scores), time.monotonic() - began
     except ScorerDied as error:
         raise ConfigError(str(error)) from error
@@ -229,7 +233,8 @@ def rescore_run(run: Path, options: argparse.Namespace) -> Findings:
     rows = None if config is None else data_rows(config.data, findings)
     if config is not None and not options.reward:
         section = config.reward
-    stored = [_stored(record, rows) for record in records]
+    prompt_key = "prompt" if config is None else config.data.prompt_key
+    stored = [_stored(record, rows, prompt_key) for record in records]
     log = Path(tempfile.mkdtemp(prefix="hybridrl-doctor-"), "reward.log")
     shaped_by = section if options.overrides or config is None else config.reward
     scores, _ = score_all(section, stored, log, shaped_by)
@@ -291,15 +296,18 @@ def data_rows(data: DataConfig, findings: Findings) -> Rows | None:
         return None
 
 
-def _stored(record: SampleRecord, rows: Rows | None) -> Stored:
-    episode, extra = record.episode, None
+def _stored(record: SampleRecord, rows: Rows | None, prompt_key: str) -> Stored:
+    episode, extra, prompt = record.episode, None, record.prompt
     row, sample, source = episode.get("row"), episode.get("sample"), str(episode.get("data_source", ""))
     if rows is not None and row is not None and row < len(rows):  # the data may have changed since
         extra = as_object(rows[row].values.get("extra_info"))
+        messages = rows[row].values.get(prompt_key)
+        if isinstance(messages, list) and prompt == prompt_text(messages):  # a judge reads them
+            prompt = messages
     extra = (extra or {}) | conversation_facts(episode)
     place = f"row {row}, sample {sample}" if row is not None else f"prompt {record.prompt[:40]!r}"
-    request = ScoringRequest(source, record.response, record.truth, extra, prompt=record.prompt)
-    return Stored(f"step {record.step}, {place}", request, record.score, _length(episode))
+    request = ScoringRequest(source, record.response, record.truth, extra, prompt=prompt)
+    return Stored(f"step {record.step}, {place}", request, record.score, _length(episode), record.group)
 
 
 def _report_steps(records: Sequence[SampleRecord], pairs: Sequence[Pair], findings: Findings) -> None:

@@ -20,7 +20,7 @@ from hybridrl.evaluation.samples import SAMPLES, SampleFile
 from hybridrl.evaluation.scoring import REWARD_LOG, blank_sample, reward_digest, score_again
 from hybridrl.evaluation.tables import report, write_table
 from hybridrl.evaluation.targets import KEY, RESULTS, find_targets, with_unique_names
-from hybridrl.rewards.load import check_data_sources, uses_built_in
+from hybridrl.rewards.load import check_data_sources, unit_of, uses_built_in
 from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.runs.reward_trial import reject_failing_reward
 from hybridrl.runs.setup import Sessions, open_directory
@@ -106,6 +106,9 @@ def score_stored(config: EvaluationConfig, baseline: Evaluated | None = None) ->
         missing = [
             pair for pair in planned if pair[0].key not in file.samples or file.is_stale(pair[0].key, pair[0].reward)
         ]
+        if unit_of(config.reward) == "group":  # a score depends on all responses to the question
+            parts = {item.question.number for item, _ in missing}
+            missing = [pair for pair in planned if pair[0].question.number in parts]
         if missing:
             reject_failing_reward(Subject(config, datasets=datasets), directory / REWARD_LOG)
             sources = {question.prompt.data_source for question in questions}

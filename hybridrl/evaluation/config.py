@@ -133,10 +133,10 @@ def _resolve(config: EvaluationConfig, findings: Findings, follows: dict[str, st
     check_ignored(config.data, rollout, check.at(ROLLOUT))
     check_engine(rollout, config.trainer, check.at(ROLLOUT))
     algorithm.check_data(config.data, check)
+    algorithm.resolve_reward(config.reward, check)
     if config.reward.reward_model.enable:
         key = "reward.reward_model.enable"
         check.error(key, "training ranks compute a reward model, and an evaluation has none", f"set {key}=false")
-    algorithm.resolve_reward(config.reward, check)
 
 
 def _shorter(settings: EvalConfig) -> str:

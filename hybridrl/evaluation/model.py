@@ -44,7 +44,7 @@ from hybridrl.evaluation.scoring import (
 )
 from hybridrl.evaluation.targets import Target
 from hybridrl.rewards.actors import open_scorer_pool
-from hybridrl.rewards.load import check_data_sources, uses_built_in
+from hybridrl.rewards.load import check_data_sources, unit_of, uses_built_in
 from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.rewards.score import Shaping
 from hybridrl.runs.prepare import (
@@ -186,17 +186,21 @@ class ModelEvaluation:
             relabel(planned, file)
             missing = [item for item in planned if not file.has(item.key)]
             stored = [item for item in planned if file.has(item.key)]
-            stale = [(item, file.samples[item.key]) for item in stored if file.is_stale(item.key, item.reward)]
+            stale = [item for item in stored if file.is_stale(item.key, item.reward)]
+            if unit_of(self.config.reward) == "group":  # a score depends on all responses to the question
+                parts = {item.question.number for item in stored} & {item.question.number for item in missing + stale}
+                stale = [item for item in planned if item.question.number in parts]
             if stored:
                 again = f", {len(stale)} of them to be scored again" * bool(stale)
                 info(f"{len(stored)} responses are stored in {file.path}{again}")
             if self.function_scores and (stale or missing):
                 reject_failing_reward(self.subject, directory / REWARD_LOG)
-            if stale:
-                with self._rescorer(directory) as rescorer:
-                    score_again(rescorer, stale, file)
             if missing:
                 self._sample_missing(missing, file, sessions, merge, directory)
+            if stale:
+                ended = [(item, file.samples[item.key]) for item in stale if file.has(item.key)]
+                with self._rescorer(directory) as rescorer:
+                    score_again(rescorer, ended, file)
             samples = [file.samples[item.key] for item in planned if item.key in file.samples]
         facts = self._facts(planned, missing, samples, time.monotonic() - began)
         all_greedy = self.sampling.temperature == 0

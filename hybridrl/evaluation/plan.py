@@ -11,6 +11,7 @@ from hybridrl.core.rollout import Sampling, request_seed
 from hybridrl.data.prompts import ENVIRONMENTS, Prompt
 from hybridrl.data.template_arguments import row_arguments
 from hybridrl.evaluation.samples import GREEDY
+from hybridrl.tracking.records import prompt_text
 
 # Responses per question by the number of questions: the fewer questions, the more samples a mean needs.
 COUNTS = ((500, 4), (100, 8), (0, 32))
@@ -40,10 +41,7 @@ class Question:
     @property
     def text(self) -> str:
         """The prompt as one text."""
-        messages = self.prompt.messages
-        if isinstance(messages, str):
-            return messages
-        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return prompt_text(self.prompt.messages)
 
 
 @dataclass(frozen=True)

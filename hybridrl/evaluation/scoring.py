@@ -5,7 +5,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ def reward_digest(reward: RewardConfig) -> str:
 def score_again(rescorer: Rescorer, stale: Sequence[tuple[PlannedResponse, Sample]], file: SampleFile) -> None:
     """Score stored responses and write them to the file; they replace the earlier samples."""
     requests = [scoring_request(planned.question.prompt, sample) for planned, sample in stale]
-    scores = rescorer.rescore(requests, [sample.tokens for _, sample in stale])
+    groups = [planned.question.number for planned, _ in stale]
+    scores = rescorer.rescore(requests, [sample.tokens for _, sample in stale], groups)
     for (planned, sample), score in zip(stale, scores, strict=True):
         truth = planned.question.prompt.ground_truth
         file.append(replace(with_score(sample, score), reward=planned.reward, truth=truth))
@@ -238,6 +240,8 @@ async def sample_remotely(
     """Sample responses at an address, score them here, and call `keep` with each scored sample. `arguments`: arguments
     of the chat template, which the server applies."""
     began, items = time.monotonic(), iter(missing)  # shared: each item is taken once
+    unit = (lambda item: item.question.number) if rescorer.pool.per == "group" else (lambda item: item.key)
+    sizes, ended = Counter(map(unit, missing)), defaultdict[Hashable, list[tuple[PlannedResponse, Sample]]](list)
     client = openai.AsyncOpenAI(base_url=endpoint.address, api_key=_key(), timeout=REQUEST_SECONDS, max_retries=RETRIES)
 
     async def work() -> None:
@@ -246,15 +250,22 @@ async def sample_remotely(
             chat = Chat(as_chat(prompt.messages), prompt.tools, {**arguments, **row_arguments(prompt.columns, None)})
             sample = await endpoint.sample(client, chat, planned)
             sample = replace(sample, seconds=round(time.monotonic() - began, 3))
-            if not sample.fault:
-                (future,) = rescorer.submit([scoring_request(prompt, sample)])
-                score = await asyncio.wrap_future(future)
-                sample = with_score(sample, rescorer.shaping.shaped(score, sample.tokens))
-            keep(sample)
+            ended[unit(planned)].append((planned, sample))
+            if len(ended[unit(planned)]) == sizes[unit(planned)]:
+                for scored in await _scored(rescorer, ended.pop(unit(planned))):
+                    keep(scored)
 
     async with client, asyncio.TaskGroup() as tasks:
         for _ in range(endpoint.concurrency):
             tasks.create_task(work())
+
+
+async def _scored(rescorer: Rescorer, ended: Sequence[tuple[PlannedResponse, Sample]]) -> list[Sample]:
+    """Return samples with their scores, which are computed in one call if the reward takes a group."""
+    requests = [scoring_request(item.question.prompt, sample) for item, sample in ended if not sample.fault]
+    scores = iter(await asyncio.gather(*map(asyncio.wrap_future, rescorer.submit(requests))))
+    shaped = rescorer.shaping.shaped
+    return [sample if sample.fault else with_score(sample, shaped(next(scores), sample.tokens)) for _, sample in ended]
 
 
 def _key() -> str:

@@ -20,7 +20,8 @@ from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.cluster import Actor, RaySession, WorkerDied, gather, kill, spawn
 from hybridrl.required import required
-from hybridrl.rewards.load import in_one_call, processes, seconds_between_calls
+from hybridrl.rewards.functions import COROUTINES
+from hybridrl.rewards.load import in_one_call, processes, seconds_between_requests
 from hybridrl.rewards.pool import Scorer, ScorerPool
 from hybridrl.rewards.process import LOAD_TIMEOUT, CallerScorer, Launch, ScorerDied, ScoringProcess
 from hybridrl.rewards.score import WRITTEN, WRITTEN_IDS, Score, ScoringRequest
@@ -202,9 +203,9 @@ class RemoteScorer:
 
     def __init__(self, actor: ReplacedActor, index: int, config: RewardConfig) -> None:
         self._actor, self._index, self._whole, self.stop = actor, index, in_one_call(config), actor.stop
-        self._prompts = bool(config.judge.base_url)  # only a judge reads them
+        self._prompts = config.judged  # only a judge reads them
         # Bounds a call: the limits within the actor end it long before.
-        self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + seconds_between_calls(config))
+        self._seconds = LOAD_TIMEOUT + 2 * (config.timeout + COROUTINES * seconds_between_requests(config))
 
     def start(self) -> bool:
         for _ in range(_RESTARTS):

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import EndingForks, once, own
+from hybridrl.config.judge import ROUTER, TOKENIZER
 from hybridrl.rewards.score import NoScore, OutOfTime, Score, ScoringRequest, combined, fault_of, to_score
 
 REQUEST_KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -32,13 +33,14 @@ COROUTINES = 64
 class Bound:
     """`function` with the request keywords it takes (its name of each -> ours) and fixed ones, which take precedence.
 
-    A coroutine is cancelled after `timeout` seconds: OutOfTime. Any other call must be ended from outside.
+    A coroutine is cancelled after `timeout` seconds: OutOfTime; None: it ends by itself. Any other call must be ended
+    from outside.
     """
 
     function: Callable[..., Any]
     keywords: dict[str, str]
     fixed: dict[str, Any]
-    timeout: float
+    timeout: float | None
 
     @property
     def is_async(self) -> bool:
@@ -124,7 +126,7 @@ def bind(
     try:
         signature.bind(**dict.fromkeys(bound) | fixed)
     except TypeError as error:
-        options = {name: value for name, value in fixed.items() if name != "compute_score"}
+        options = {name: value for name, value in fixed.items() if name not in ("compute_score", ROUTER, TOKENIZER)}
         raise ConfigError(
             f"{key}: a function{signature} cannot be called with {', '.join(keywords)} and "
             f"reward_kwargs={options} as keywords: {error}",

@@ -26,24 +26,28 @@ _KEPT = 20_000  # characters of the judge's text that are kept with a sample
 class Judge:
     """The reward function `judge`: a coroutine function, so that many calls of a process run at the same time."""
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, **limits: Any) -> None:
         self._parse, (self._least, self._most) = re.compile(config.verdict), config.scale
         self._pairs, self._compares = config.pairs, config.compares
-        self._parts, self._client = template_parts(config.template), JudgeClient(config, self._score)
+        self._parts, self._client = template_parts(config.template), JudgeClient(config, self._score, **limits)
         self._per_criterion = "criterion" in FIELD.findall(" ".join(self._parts))
 
     async def __call__(
         self, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], prompt: Any
     ) -> dict[str, Any]:
-        """Return the score from 0 to 1 and the judge's text; CallFailed if there is no verdict."""
+        """Return the score from 0 to 1, the judge's text and its calls; NoScore if there is no verdict."""
         fields = extra_info | {"ground_truth": ground_truth, "response": _marked(solution_str, extra_info)}
         fields |= {"least": f"{self._least:g}", "most": f"{self._most:g}"}
         fields |= {} if prompt is None else {"prompt": _prompt_text(prompt)}
-        if self._per_criterion:
-            score, text = await self._by_criteria(_criteria(extra_info.get("rubric")), fields)
-        else:
-            score, text = await self._verdict(fields)
-        return {"score": score, "text": text[-_KEPT:]}
+        calls: list[dict[str, Any]] = []
+        try:
+            if self._per_criterion:
+                score, text = await self._by_criteria(_criteria(extra_info.get("rubric")), fields, calls)
+            else:
+                score, text = await self._verdict(fields, calls)
+        except CallFailed as failure:  # equal responses share it
+            raise failure.after(calls) from None
+        return {"score": score, "text": text[-_KEPT:], "calls": calls}
 
     async def compare(
         self, solution_strs: Sequence[str], extra_infos: Sequence[dict[str, Any]], prompts: Sequence[Any]
@@ -58,27 +62,32 @@ class Judge:
             for i, j in compared_pairs(shown, self._pairs, str(fields.get("prompt")))
             for order in ((i, j), (j, i))
         ]
-        calls = [self._verdict(fields | dict(zip(PAIR, (shown[i], shown[j]), strict=True))) for i, j in orders]
-        verdicts = await asyncio.gather(*calls, return_exceptions=True)
+        calls: list[list[dict[str, Any]]] = [[] for _ in shown]  # by the response that is shown first
+        asked = [
+            self._verdict(fields | dict(zip(PAIR, (shown[i], shown[j]), strict=True)), calls[i]) for i, j in orders
+        ]
+        verdicts = await asyncio.gather(*asked, return_exceptions=True)
         won: list[list[tuple[float, str]]] = [[] for _ in shown]
-        failed: list[NoScore | None] = [None] * len(shown)
+        failed: list[CallFailed | None] = [None] * len(shown)
         for number in range(0, len(orders), 2):
             both, (i, j) = verdicts[number : number + 2], orders[number]
             errors = [verdict for verdict in both if isinstance(verdict, BaseException)]
             for error in errors:
-                if not isinstance(error, NoScore):
+                if not isinstance(error, CallFailed):
                     raise error
                 failed[i] = failed[j] = error
             if not errors:
                 (of_i, text), (of_j, other) = both
                 won[i] += [(of_i, text), (1 - of_j, other)]
                 won[j] += [(1 - of_i, text), (of_j, other)]
-        return [_share(wins, error) for wins, error in zip(won, failed, strict=True)]
+        return list(map(_share, won, failed, calls))
 
-    async def _by_criteria(self, criteria: Sequence[tuple[str, float]], fields: dict[str, Any]) -> tuple[float, str]:
+    async def _by_criteria(
+        self, criteria: Sequence[tuple[str, float]], fields: dict[str, Any], calls: list[dict[str, Any]]
+    ) -> tuple[float, str]:
         """Return the weighted share of criteria that are met, and the texts; CallFailed if one has no verdict."""
-        calls = [self._verdict(fields | {"criterion": name}) for name, _ in criteria]
-        verdicts = await asyncio.gather(*calls, return_exceptions=True)  # each is kept, though another fails
+        asked = [self._verdict(fields | {"criterion": name}, calls) for name, _ in criteria]
+        verdicts = await asyncio.gather(*asked, return_exceptions=True)  # each is kept, though another fails
         judged = []
         for (name, weight), verdict in zip(criteria, verdicts, strict=True):
             if isinstance(verdict, BaseException):
@@ -89,10 +98,10 @@ class Judge:
         text = "\n\n".join(f"{name}: {text}" for name, _, _, text in judged)
         return min(max(reached / total, 0.0), 1.0), text
 
-    async def _verdict(self, fields: Mapping[str, Any]) -> tuple[float, str]:
+    async def _verdict(self, fields: Mapping[str, Any], calls: list[dict[str, Any]]) -> tuple[float, str]:
         roles = ("system", "user")[-len(self._parts) :]
         pairs = zip(roles, self._parts, strict=True)
-        return await self._client.ask([{"role": role, "content": _filled(part, fields)} for role, part in pairs])
+        return await self._client.ask([{"role": role, "content": _filled(part, fields)} for role, part in pairs], calls)
 
     def _score(self, text: str) -> float:
         """Return the last verdict of a text, from 0 to 1."""
@@ -124,13 +133,15 @@ def compared_pairs(responses: Sequence[str], pairs: int, prompt: str) -> list[tu
     return sorted({(min(pair), max(pair)) for pair in steps})
 
 
-def _share(wins: Sequence[tuple[float, str]], failed: NoScore | None) -> dict[str, Any] | NoScore:
+def _share(
+    wins: Sequence[tuple[float, str]], failed: CallFailed | None, calls: list[dict[str, Any]]
+) -> dict[str, Any] | NoScore:
     """Return a response's share of wins; the failure if none of its comparisons has a verdict. One that is alone with
     its prompt is worth as much as itself."""
     if not wins:
-        return failed or {"score": 0.5}
+        return failed.after(calls) if failed else {"score": 0.5}
     text = "\n\n".join(text for _, text in wins)
-    return {"score": math.fsum(win for win, _ in wins) / len(wins), "text": text[-_KEPT:]}
+    return {"score": math.fsum(win for win, _ in wins) / len(wins), "text": text[-_KEPT:], "calls": calls}
 
 
 def _marked(solution: str, extra_info: Mapping[str, Any]) -> str:

@@ -8,9 +8,11 @@ import hashlib
 import json
 import logging
 import os
+import sys
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -21,7 +23,7 @@ import httpx
 
 from hybridrl.config import ConfigError
 from hybridrl.config.judge import LONGEST_WAIT, JudgeConfig
-from hybridrl.rewards.score import NoScore
+from hybridrl.rewards.score import JUDGE_CALLS, NoScore, as_number
 from hybridrl.tracking.faults import read_end
 from hybridrl.tracking.secrets import mask_text
 
@@ -42,14 +44,47 @@ class CallFailed(NoScore):
         super().__init__(fault=f"judge:{kind}", detail=detail)
         self.kind, self.transient, self.wait = kind, transient, wait
 
+    def after(self, calls: list[dict[str, Any]]) -> NoScore:
+        """Return the fault of a response with all calls about it."""
+        return NoScore(fault=self.fault, detail=str(self), extras={JUDGE_CALLS: calls})
+
+
+class Pace:
+    """Starts at most `at_once` requests at the same time, `seconds` apart, and calls `started` for each."""
+
+    def __init__(
+        self, at_once: int | None = None, seconds: float = 0.0, started: Callable[[], None] = lambda: None
+    ) -> None:
+        self._places, self._seconds, self._started = asyncio.Semaphore(at_once or sys.maxsize), seconds, started
+        self._next = 0.0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        async with self._places:
+            now = time.monotonic()
+            begin = max(self._next, now)
+            self._next = begin + self._seconds
+            await asyncio.sleep(begin - now)
+            self._started()
+            yield
+
 
 class ModelServer:
     """A path of a model's server. All calls run in one event loop. `section`: the keys of `api_key_env`; `hint`
     names the key of the time limit."""
 
     def __init__(
-        self, url: str, api_key_env: str | None, section: str, *, timeout: float, retries: int, hint: str = ""
+        self,
+        url: str,
+        api_key_env: str | None,
+        section: str,
+        *,
+        timeout: float,
+        retries: int,
+        hint: str = "",
+        pace: Pace | None = None,
     ) -> None:
+        self._pace = pace or Pace()
         self.url, self._seconds, self._retries, self._hint = url, timeout, retries, hint
         self._headers = {"Content-Type": "application/json"}
         if api_key_env:
@@ -59,13 +94,20 @@ class ModelServer:
             self._headers["Authorization"] = f"Bearer {key}"
         self._http: httpx.AsyncClient | None = None
 
-    async def ask(self, body: dict[str, Any], read: Callable[[httpx.Response], T]) -> T:
-        """Return what `read` makes of the reply to a request; CallFailed once it fails for good."""
+    async def ask(
+        self, body: dict[str, Any], read: Callable[[httpx.Response], T], call: dict[str, Any] | None = None
+    ) -> T:
+        """Return what `read` makes of the reply to a request; CallFailed once it fails for good. `call` gets the number
+        of further attempts as `retries`."""
         content = json.dumps(body).encode()
         jitter = zlib.crc32(content) / 2**32  # different requests wait differently
         for attempt in range(self._retries + 1):
+            if call is not None:
+                call["retries"] = attempt
             try:
-                return read(await self._post(content))
+                async with self._pace.turn():
+                    reply = await self._post(content)
+                return read(reply)
             except CallFailed as failure:
                 wait = min(_FIRST_WAIT * 2**attempt, _LONGEST_BACKOFF) * (1 + jitter) / 2
                 wait = wait if failure.wait is None else failure.wait
@@ -101,43 +143,51 @@ class ModelServer:
 
 
 class JudgeClient:
-    """Sends messages to the endpoint; `read` turns the judge's text into a score, or raises CallFailed. All methods run
-    in one event loop."""
+    """Sends messages to the endpoint; `read` turns the judge's text into a score, or raises CallFailed; `limits` are
+    those of Pace. All methods run in one event loop."""
 
-    def __init__(self, config: JudgeConfig, read: Callable[[str], float]) -> None:
+    def __init__(self, config: JudgeConfig, read: Callable[[str], float], **limits: Any) -> None:
         self._config, self._read, self._verdicts = config, read, Verdicts(config.cache)
         url = f"{str(config.base_url).rstrip('/')}/chat/completions"
-        limits = {"timeout": config.timeout, "hint": " (reward.judge.timeout)"}
-        self._endpoint = ModelServer(url, config.api_key_env, "reward.judge", **limits, retries=config.retries)
+        options = {"timeout": config.timeout, "hint": " (reward.judge.timeout)", "pace": Pace(**limits)}
+        self._endpoint = ModelServer(url, config.api_key_env, "reward.judge", **options, retries=config.retries)
         self._calls: dict[str, asyncio.Task[tuple[float, str]]] = {}  # in progress, by the key of the request
 
-    async def ask(self, messages: Sequence[Mapping[str, str]]) -> tuple[float, str]:
-        """Return the score and the text of a verdict, which may be a kept one; CallFailed if there is none."""
+    async def ask(self, messages: Sequence[Mapping[str, str]], calls: list[dict[str, Any]]) -> tuple[float, str]:
+        """Return the score and the text of a verdict, which may be a kept one; CallFailed if there is none. Adds to
+        `calls` an object of `seconds`, `retries`, `tokens`, and `unparsed` or `cached` if this is so."""
         config = self._config
         body = {"model": config.model, "messages": messages, "temperature": config.temperature}
         body["max_tokens"] = config.max_tokens
         key = hashlib.sha256(json.dumps([self._endpoint.url, body]).encode()).hexdigest()
         if text := self._verdicts.texts.get(key):
             with suppress(CallFailed):  # it was read by another reward.judge.parse or scale
-                return self._read(text), text
+                score = self._read(text)
+                calls.append({"cached": True})
+                return score, text
+        calls.append(call := {"cached": True} if key in self._calls else {})
         if key not in self._calls:  # the same response may be sampled twice
-            self._calls[key] = call = asyncio.create_task(self._verdict(key, body | {"seed": int(key[:8], 16) >> 1}))
-            call.add_done_callback(lambda done: (self._calls.pop(key), done.cancelled() or done.exception()))
+            asking = asyncio.create_task(self._verdict(key, body | {"seed": int(key[:8], 16) >> 1}, call))
+            asking.add_done_callback(lambda done: (self._calls.pop(key), done.cancelled() or done.exception()))
+            self._calls[key] = asking
         return await asyncio.shield(self._calls[key])
 
-    async def _verdict(self, key: str, body: dict[str, Any]) -> tuple[float, str]:
-        """Call the judge until it gives a verdict, which is kept, or fails for good."""
+    async def _verdict(self, key: str, body: dict[str, Any], call: dict[str, Any]) -> tuple[float, str]:
+        """Call the judge until it gives a verdict, which is kept, or fails for good; `call` gets what it took."""
 
         def read(reply: httpx.Response) -> tuple[float, dict[str, Any]]:
             text, finish, usage = _completion(reply)
+            tokens = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
+            seconds = round(reply.elapsed.total_seconds(), 3)
+            call.update(seconds=seconds, tokens=sum(as_number(count) or 0 for count in tokens.values()), unparsed=True)
             if finish == "length":
                 fix = f"raise reward.judge.max_tokens={self._config.max_tokens}"
                 raise CallFailed("length", f"the judge was cut off before its verdict; {fix}")
-            tokens = {name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")}
-            seconds = round(reply.elapsed.total_seconds(), 3)
-            return self._read(text), {"key": key, "text": text, "finish": finish, **tokens, "seconds": seconds}
+            score = self._read(text)
+            del call["unparsed"]
+            return score, {"key": key, "text": text, "finish": finish, **tokens, "seconds": seconds}
 
-        score, verdict = await self._endpoint.ask(body, read)
+        score, verdict = await self._endpoint.ask(body, read, call)
         self._verdicts.add(verdict)
         return score, verdict["text"]
 

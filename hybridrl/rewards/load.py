@@ -15,9 +15,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from difflib import SequenceMatcher
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import load_module
+from hybridrl.config.judge import ROUTER, TOKENIZER
 from hybridrl.config.schema_parts import NO_SOURCE, RewardConfig
 from hybridrl.config.values import REWARD_MANAGERS
 from hybridrl.plugins import load as plugin
@@ -147,11 +149,17 @@ _CUSTOM = "reward.custom_reward_function"
 _MANAGER = "reward.reward_manager"
 
 
-def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu_limited: bool = False) -> Reward:
+def load_reward(
+    config: RewardConfig,
+    data_sources: Collection[str] = (),
+    *,
+    cpu_limited: bool = False,
+    started: Callable[[], None] = lambda: None,
+) -> Reward:
     """Load the custom function if a path is set, else the built-in scorers of `data_sources`.
 
     `cpu_limited`: the kernel ends this process (SIGPROF) when a built-in scorer needs more than CPU_SECONDS for one
-    response.
+    response. `started` is called before each request to a judge.
     """
     further, compared = {}, None
     for key, place in config.functions.items():
@@ -159,13 +167,16 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
         path, name = (path, name) if colon and not name.startswith("//") else (str(place), "compute_score")
         function = _member(path, f"reward.functions.{key}", name, f"reward.functions.{key}={place}")
         further[key] = bind(function, {}, config.timeout, key, REQUEST_KEYWORDS)
-    if config.judge.base_url:  # its file imports a client of HTTP, which takes as long as all others together
-        judge = importlib.import_module("hybridrl.rewards.judge").Judge(config.judge)
+    if config.judged:  # its file imports a client of HTTP, which takes as long as all others together
+        at_once, seconds = requests_at_once(config), seconds_between_requests(config)
+        limits = {"at_once": at_once, "seconds": seconds, "started": started}
+        judge = importlib.import_module("hybridrl.rewards.judge").Judge(config.judge, **limits)
+        timeout = None if at_once or seconds else config.timeout  # waits before a request do not count
         if config.judge.compares:
             keywords = {name: name for name in ("solution_strs", "extra_infos", "prompts")}
-            compared = Bound(judge.compare, keywords, {}, config.timeout)
+            compared = Bound(judge.compare, keywords, {}, timeout)
         else:
-            further[JUDGE] = Bound(judge, {name: name for name in JUDGE_KEYWORDS}, {}, config.timeout)
+            further[JUDGE] = Bound(judge, {name: name for name in JUDGE_KEYWORDS}, {}, timeout)
     if not uses_main(config):
         return Reward(None, further, config.weights, compared)
 
@@ -173,13 +184,14 @@ def load_reward(config: RewardConfig, data_sources: Collection[str] = (), *, cpu
     fixed = dict(custom.reward_kwargs)
     if custom.path is not None:
         function = _member(custom.path, f"{_CUSTOM}.path", str(custom.name), f"{_CUSTOM}.name={custom.name}")
+        fixed = _server_values(config) | fixed
     else:
         scorers = {scorer_of(source, config.name) for source in data_sources or [NO_SOURCE]}
         if "code" in scorers:
             fixed.setdefault("memory_mb", config.sandbox_fusion.memory_limit_mb)
         _prepare(sorted(filter(None, scorers)), fixed)
         function = cpu_limited_score if cpu_limited else compute_score
-        function = functools.partial(function, named=config.name, optional=bool(config.judge.base_url))
+        function = functools.partial(function, named=config.name, optional=config.judged)
     added = manager.source != "importlib" and manager.name in names("reward_manager")
     if added or manager.source == "importlib":
         fixed, name = {"compute_score": functools.partial(function, **fixed)}, manager.name
@@ -202,13 +214,13 @@ def uses_main(config: RewardConfig) -> bool:
     model it is called if it is named."""
     if config.reward_model.enable and not config.weights:
         return any((config.name, config.custom_reward_function.path, config.reward_manager.module.path))
-    judged = {JUDGE} if config.judge.base_url else set()
+    judged = {JUDGE} if config.judged else set()
     return not config.weights or not set(config.weights) <= set(config.functions) | judged
 
 
 def uses_built_in(config: RewardConfig) -> bool:
     """Whether the built-in scorers decide: with a judge, rows need none of them."""
-    return uses_main(config) and config.custom_reward_function.path is None and not config.judge.base_url
+    return uses_main(config) and config.custom_reward_function.path is None and not config.judged
 
 
 def unit_of(config: RewardConfig) -> Literal["response", "group", "step"]:
@@ -224,10 +236,13 @@ def in_one_call(config: RewardConfig) -> bool:
     return unit_of(config) != "response"
 
 
+def _by_manager(config: RewardConfig) -> bool:
+    return config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
+
+
 def _is_limited(config: RewardConfig, *, is_set: bool) -> bool:
-    """Whether a limit on calls applies: with a judge one that `is_set`, whatever the manager."""
-    by_manager = config.reward_manager.source == "register" and config.reward_manager.name == "rate_limited"
-    return by_manager or bool(config.judge.base_url and is_set)
+    """Whether a limit applies: with a judge one that `is_set`, whatever the manager."""
+    return _by_manager(config) or bool(config.judge.base_url and is_set)
 
 
 def processes(config: RewardConfig) -> int:
@@ -237,20 +252,45 @@ def processes(config: RewardConfig) -> int:
     return min(config.num_workers, most)
 
 
-def calls_at_once(config: RewardConfig, is_async: bool) -> int:
-    """Return the concurrent calls per process."""
-    if _is_limited(config, is_set=config.max_concurrent > 1):
-        return max(config.max_concurrent // max(processes(config), 1), 1)
-    return COROUTINES if is_async else 1
+def requests_at_once(config: RewardConfig) -> int | None:
+    """Return the concurrent requests to a model's server per process; None: any number."""
+    if not _is_limited(config, is_set=config.max_concurrent > 1):
+        return None
+    return max(config.max_concurrent // max(processes(config), 1), 1)
 
 
-def seconds_between_calls(config: RewardConfig) -> float:
-    """Return the seconds between calls of each process with which all together keep the limits of `rate_limited`."""
+def seconds_between_requests(config: RewardConfig) -> float:
+    """Return the seconds between requests of each process with which all together keep the limits."""
     if not _is_limited(config, is_set=True):
         return 0.0
     by_tokens = config.max_tpm / config.estimated_tokens_per_request if config.max_tpm else None
     rates = [rate for rate in (config.max_rpm, by_tokens) if rate]
     return max(processes(config), 1) * 60 / min(rates) if rates else 0.0
+
+
+def calls_at_once(config: RewardConfig, is_async: bool) -> int:
+    """Return the concurrent calls of functions per process. A judge limits its own requests, which are several per
+    call with a rubric."""
+    limit = None if config.judged and not _by_manager(config) else requests_at_once(config)
+    return limit or (COROUTINES if is_async else 1)
+
+
+def seconds_between_calls(config: RewardConfig) -> float:
+    """Return the seconds between calls of functions of each process."""
+    return 0.0 if config.judged and not _by_manager(config) else seconds_between_requests(config)
+
+
+def _server_values(config: RewardConfig) -> dict[str, Any]:
+    """Return the address of the model's server and its tokenizer, if the custom function names them."""
+    names, values = config.server_parameters, dict[str, Any]()
+    if ROUTER in names and config.judge.base_url:
+        url = urlsplit(config.judge.base_url)
+        host = f"[{url.hostname}]" if ":" in str(url.hostname) else url.hostname
+        values[ROUTER] = f"{host}:{url.port or (443 if url.scheme == 'https' else 80)}"
+    if TOKENIZER in names and config.reward_model.model_path:
+        load_tokenizer = importlib.import_module("hybridrl.data.tokenizer").load_tokenizer
+        values[TOKENIZER] = load_tokenizer(config.reward_model.model_path, model_key="reward.reward_model.model_path")
+    return values
 
 
 def _member(path: str, key: str, name: str, description: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,14 @@ import psutil
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.required import required
-from hybridrl.rewards.load import CPU_SECONDS, calls_at_once, in_one_call, load_reward, seconds_between_calls
+from hybridrl.rewards.load import (
+    CPU_SECONDS,
+    calls_at_once,
+    in_one_call,
+    load_reward,
+    seconds_between_calls,
+    seconds_between_requests,
+)
 from hybridrl.rewards.program import NoMessage, Program, messages_of
 from hybridrl.rewards.score import Score, ScoringRequest, checked, fault_of, score_request
 from hybridrl.runtime.guard import bound_log
@@ -73,7 +81,7 @@ class ScoringProcess:
         self, config: RewardConfig, data_sources: Collection[str], log_path: Path | None, launch: Launch | None = None
     ) -> None:
         self._config, self._data_sources = config, frozenset(data_sources)
-        self._limit = config.timeout + _GRACE + seconds_between_calls(config)
+        self._limit = config.timeout + _GRACE + seconds_between_requests(config)
         self._lost = True  # there is no process until the next start
         self._log_path, self._launch = log_path, launch
         default_memory = max(psutil.virtual_memory().total // _MIB // _DEFAULT_SHARE, _MIN_DEFAULT_MEMORY)
@@ -134,7 +142,7 @@ class ScoringProcess:
         self._send(waiting)
         while waiting:
             score, request = self._receive(), waiting.popleft()
-            if score.fault == "overran" and waiting and (self._config.judge.base_url or self._config.functions):
+            if score.fault == "overran" and waiting and (self._config.judged or self._config.functions):
                 for suspect in (request, *waiting):  # calls may run concurrently: any of them may be the slow one
                     yield from self.score([suspect])
                 return
@@ -201,7 +209,8 @@ class ScoringProcess:
         return Score(None, fault=fault, detail=detail)
 
     def _reply(self, seconds: float) -> Any:
-        """Return the next message, checking the memory of the process now and then."""
+        """Return the next message, checking the memory of the process now and then. None begins the time again: a
+        judge gets one more of the requests that had to wait."""
         program, deadline = required(self._program), time.monotonic() + seconds
         while True:
             now, began = time.monotonic(), time.thread_time()
@@ -212,7 +221,10 @@ class ScoringProcess:
                 took = time.thread_time() - began  # grows with the number of processes of the machine
                 self._next_check = now + max(_SECONDS_BETWEEN_CHECKS, min(100 * took, _MOST_BETWEEN_CHECKS))
             try:
-                return program.messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
+                reply = program.messages.receive(min(_SECONDS_BETWEEN_CHECKS, max(deadline - now, 0)))
+                if reply is not None:
+                    return reply
+                deadline = time.monotonic() + seconds
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise
@@ -255,12 +267,13 @@ def _resident(process: int) -> int:
 def main(descriptor: int, supervisor: int) -> None:
     """Receive a RewardConfig and data sources; send whether token ids are required, or why loading failed as a string.
 
-    Then receive lists of ScoringRequest, and send the fields of one Score per request, in their order.
+    Then receive lists of ScoringRequest, and send the fields of one Score per request, in their order, and None before
+    each request to a judge.
     """
     messages = messages_of(descriptor, supervisor)
     logging.basicConfig(format="%(asctime)s %(message)s")
     config, data_sources = messages.receive()
-    scorer = CallerScorer(config, data_sources, cpu_limited=True)
+    scorer = CallerScorer(config, data_sources, cpu_limited=True, started=lambda: messages.send(None))
     try:
         messages.send(scorer.start())
     except ConfigError as error:
@@ -274,14 +287,14 @@ def main(descriptor: int, supervisor: int) -> None:
 
 class CallerScorer:
     """Scores in the caller's thread without a time limit, as the reward manager requires: in turn, concurrently,
-    rate-limited or in one call."""
+    rate-limited or in one call. `options` are those of `load_reward`."""
 
-    def __init__(self, config: RewardConfig, data_sources: Collection[str], *, cpu_limited: bool = False) -> None:
-        self._config, self._data_sources, self._cpu_limited = config, data_sources, cpu_limited
+    def __init__(self, config: RewardConfig, data_sources: Collection[str], **options: Any) -> None:
+        self._config, self._load = config, partial(load_reward, config, data_sources, **options)
         self._seconds, self._next_call, self._lock = seconds_between_calls(config), 0.0, threading.Lock()
 
     def start(self) -> bool:
-        self._reward = load_reward(self._config, self._data_sources, cpu_limited=self._cpu_limited)
+        self._reward = self._load()
         at_once = calls_at_once(self._config, any(function.is_async for function in self._reward.functions))
         self._map = ThreadPoolExecutor(at_once).map if at_once > 1 else map
         return self._reward.takes_tokens

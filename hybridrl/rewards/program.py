@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -47,15 +48,16 @@ class Messages:
 
     def __init__(self, end: socket.socket, limit: int | None = None) -> None:
         self._end, self._received, self._limit = end, bytearray(), limit
-        self._sent = self._taken = 0
+        self._sent, self._taken, self._sending = 0, 0, threading.Lock()
         self.close = end.close
 
     def send(self, message: Any, seconds: float | None = None) -> None:
-        """Send a message. OSError: the other side has ended; TimeoutError: it does not read."""
-        content = pickle.dumps((self._sent, message), pickle.HIGHEST_PROTOCOL)
-        self._end.settimeout(seconds)
-        self._end.sendall(_MAGIC + len(content).to_bytes(_LENGTH) + content)
-        self._sent += 1
+        """Send a message, from any thread. OSError: the other side has ended; TimeoutError: it does not read."""
+        with self._sending:
+            content = pickle.dumps((self._sent, message), pickle.HIGHEST_PROTOCOL)
+            self._end.settimeout(seconds)
+            self._end.sendall(_MAGIC + len(content).to_bytes(_LENGTH) + content)
+            self._sent += 1
 
     def receive(self, seconds: float | None = None) -> Any:
         """Return the next message. TimeoutError: none in time; EOFError or OSError: the other side has ended;

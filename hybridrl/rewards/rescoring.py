@@ -3,10 +3,10 @@
 The doctor, the trial of a reward and evaluations choose the texts and describe the scores.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,20 +32,30 @@ class Rescorer:
         self.pool, self.tokenizer = ScorerPool(reward, log, data_sources), tokenizer
         self.shaping = Shaping.of(reward)
 
-    def submit(self, requests: list[ScoringRequest]) -> list[Future[Score]]:
-        """Return one future per request, with the score before it is shaped."""
+    def submit(self, requests: list[ScoringRequest], groups: Sequence[Hashable] | None = None) -> list[Future[Score]]:
+        """Return one future per request, with the score before it is shaped. With the manager group, requests that are
+        equal in `groups`, by default those with the same prompt, are scored in one call."""
         if self.tokenizer is not None and self.pool.takes_tokens:
             texts = [required(request.solution) for request in requests]
             ids = [response_ids(text, self.tokenizer) for text in texts]
             requests = [replace(request, response_ids=each) for request, each in zip(requests, ids, strict=True)]
         if self.pool.per != "group":
             return self.pool.submit(requests)
-        groups = groupby(requests, key=lambda each: repr((each.data_source, each.prompt, each.ground_truth)))
-        return [future for _, group in groups for future in self.pool.submit(list(group))]
+        groups = groups or [repr((each.data_source, each.prompt, each.ground_truth)) for each in requests]
+        places = defaultdict[Hashable, list[int]](list)
+        for place, group in enumerate(groups):
+            places[group].append(place)
+        futures = {}
+        for members in places.values():
+            submitted = self.pool.submit([requests[place] for place in members])
+            futures |= dict(zip(members, submitted, strict=True))
+        return [futures[place] for place in range(len(requests))]
 
-    def rescore(self, requests: list[ScoringRequest], lengths: Sequence[int]) -> Iterator[Score]:
-        """Yield the shaped scores of responses of these lengths in tokens, in order."""
-        for future, length in zip(self.submit(requests), lengths, strict=True):
+    def rescore(
+        self, requests: list[ScoringRequest], lengths: Sequence[int], groups: Sequence[Hashable] | None = None
+    ) -> Iterator[Score]:
+        """Yield the shaped scores of responses of these lengths in tokens, in order; `groups` as in `submit`."""
+        for future, length in zip(self.submit(requests, groups), lengths, strict=True):
             yield self.shaping.shaped(future.result(), length)
 
     def __enter__(self) -> Self:

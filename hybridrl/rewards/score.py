@@ -24,6 +24,7 @@ MOST_BITS = 1023  # limit of an integer among a sample's numbers: a float holds 
 # In `extra_info` of a conversation: the policy's own text, a turn per line, without the text that it read; and until
 # this is decoded, the token ids of each turn.
 WRITTEN, WRITTEN_IDS = "written", "written_ids"
+JUDGE_CALLS, _SUMMED = "judge_calls", ("retries", "cached", "unparsed", "tokens")
 NO_ANSWER = (None, "", "[INVALID]")  # what reward functions return as `pred`; the last one is verl's
 
 
@@ -86,11 +87,11 @@ class OutOfTime(Exception):
 
 
 class NoScore(Exception):
-    """A call of a reward function has no score; `fault` and `detail` are those of its Score."""
+    """A call of a reward function has no score; `fault`, `detail` and `extras` are those of its Score."""
 
-    def __init__(self, *, fault: str, detail: str) -> None:
+    def __init__(self, *, fault: str, detail: str, extras: dict[str, Any] | None = None) -> None:
         super().__init__(detail)
-        self.fault = fault
+        self.fault, self.extras = fault, extras or {}
 
 
 def score_request(reward: Callable[[ScoringRequest], Score], request: ScoringRequest) -> Score:
@@ -107,7 +108,7 @@ def fault_of(error: Exception | SystemExit, context: str) -> Score:
         return Score(None, fault="timeout", detail=str(error))
     if isinstance(error, NoScore):
         logger.warning("no score (%s): %s", error.fault, error)
-        return Score(None, fault=error.fault, detail=str(error))
+        return Score(None, plain(error.extras), error.fault, str(error))
     logger.warning("the reward function failed on %s", context, exc_info=error)
     message = " ".join(str(error).split())
     if isinstance(error, SystemExit):
@@ -152,7 +153,7 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
     """Combine scores into one, keeping each under its name; the first fault among them is the result's.
 
     The keys of `weights` are keys of the main score's extras, names of `further`, or "score", the main score's value.
-    A "text" in the extras of a further one is kept, without a weight.
+    A "text" and "calls" in the extras of a further one are kept, without a weight.
     Empty: the main value and all further ones have equal weight. One that is None abstains: the others are added.
     """
     for name, score in further.items():
@@ -160,7 +161,10 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
             return replace(score, detail=f"{name}: {score.detail}")
     if main.fault not in (None, "none"):
         return main
-    texts = {f"{name}_text": score.extras["text"] for name, score in further.items() if "text" in score.extras}
+    keys = ("text", "calls")
+    texts = {
+        f"{name}_{key}": score.extras[key] for name, score in further.items() for key in keys if key in score.extras
+    }
     components = main.extras | {name: score.value for name, score in further.items()} | {"score": main.value}
     weights = weights or dict.fromkeys(["score", *further], 1.0)
     if main.fault == "none" and not main.extras:  # no dict, whose keys would be the others
@@ -180,8 +184,8 @@ def combined(main: Score, further: Mapping[str, Score], weights: Mapping[str, fl
 
 
 def component_means(scores: Sequence[Score]) -> dict[str, float]:
-    """Return the mean of every reward component except the score, over the responses that have it; and, of the
-    responses with a `pred`, the share without an answer."""
+    """Return the mean of every reward component except the score, over the responses that have it; of the responses
+    with a `pred`, the share without an answer; and metrics of a judge's calls."""
     components: dict[str, list[float]] = defaultdict(list)
     for score in scores:
         for name, value in score.extras.items():
@@ -189,7 +193,21 @@ def component_means(scores: Sequence[Score]) -> dict[str, float]:
                 components[name].append(float(value))
     means = {f"reward/{name}/mean": _mean(values) for name, values in components.items()}
     unparsed = [score.extras["pred"] in NO_ANSWER for score in scores if "pred" in score.extras]
-    return means | ({"reward/unparsed": sum(unparsed) / len(unparsed)} if any(unparsed) else {})
+    means |= {"reward/unparsed": sum(unparsed) / len(unparsed)} if any(unparsed) else {}
+    return means | _judge_metrics(scores)
+
+
+def _judge_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    """Return the latencies of a judge's requests at the median and the 90th percentile, and sums of their numbers;
+    empty without calls."""
+    listed = (score.extras.get(JUDGE_CALLS) for score in scores)
+    calls = [call for each in listed if isinstance(each, list) for call in each if isinstance(call, dict)]
+    if not calls:
+        return {}
+    sums = {f"judge/{name}": sum(as_number(call.get(name)) or 0.0 for call in calls) for name in _SUMMED}
+    seconds = sorted(as_number(call["seconds"]) or 0.0 for call in calls if "seconds" in call)
+    at = {share: seconds[-(-share * len(seconds) // 100) - 1] for share in (50, 90) if seconds}
+    return sums | {f"judge/seconds_p{share}": value for share, value in at.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -33,7 +33,7 @@ SCORES = Signal(("values",), REWARD_MODEL, timing=REWARD_MODEL)
 
 def has_functions(config: RewardConfig) -> bool:
     """Whether any function scores responses, and not the reward model alone."""
-    return uses_main(config) or bool(config.functions or config.judge.base_url)
+    return uses_main(config) or bool(config.functions or config.judged)
 
 
 def scorer_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -18,7 +18,7 @@ from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts
 from hybridrl.data.tokenizer import ResponseDecoder, as_chat
 from hybridrl.required import required
-from hybridrl.rewards.load import scorer_of, seconds_between_calls, uses_built_in
+from hybridrl.rewards.load import scorer_of, seconds_between_requests, uses_built_in
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.rescoring import Rescorer, response_ids
 from hybridrl.rewards.score import Score, ScoringRequest
@@ -167,7 +167,7 @@ def reject_failing_reward(subject: Subject, log: Path) -> None:
     if findings is None:
         findings = Findings()
         if reward.num_workers:
-            try_reward(subject, findings, log, 0 if seconds_between_calls(reward) else SECONDS)
+            try_reward(subject, findings, log, 0 if seconds_between_requests(reward) else SECONDS)
         else:
             _report_left_out(subject, findings)
         if not findings.errors:

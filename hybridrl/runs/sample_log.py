@@ -14,7 +14,7 @@ from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS
 from hybridrl.core.experience.trajectory import Episode, EpisodeKey, Trajectory
 from hybridrl.required import required
 from hybridrl.tracking.console import console, sample_table, warn
-from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, record_files, write_records
+from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, prompt_text, record_files, write_records
 from hybridrl.tracking.sink import SampleRow
 from hybridrl.tracking.tracker import Tracker
 
@@ -221,7 +221,7 @@ def sample_record(
     if score.fault:
         facts |= {"fault": score.fault, "detail": score.detail}
     return {
-        "input": _prompt_text(episode),
+        "input": prompt_text(episode.prompt.messages),
         "output": episode.text,
         "gts": prompt.ground_truth,
         "score": score.value,
@@ -252,11 +252,7 @@ def read_batch(path: Path) -> Batch:
 def _rows(episodes: Sequence[Episode]) -> list[SampleRow]:
     scores = [math.nan if one.score.value is None else one.score.value for one in episodes]
     pairs = zip(episodes, scores, strict=True)
-    return [SampleRow(_prompt_text(one), one.text, str(one.prompt.ground_truth), score) for one, score in pairs]
-
-
-def _prompt_text(episode: Episode) -> str:
-    messages = episode.prompt.messages
-    if isinstance(messages, str):
-        return messages
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return [
+        SampleRow(prompt_text(one.prompt.messages), one.text, str(one.prompt.ground_truth), score)
+        for one, score in pairs
+    ]

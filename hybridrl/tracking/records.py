@@ -10,7 +10,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,15 @@ class SampleRecord:
         """Return the episode as a line of a file."""
         verl = zip(VERL_KEYS, (self.prompt, self.response, self.truth, self.score, self.step), strict=True)
         return _line(dict(verl) | self.components | ({OWN_KEY: self.episode} if self.episode else {}))
+
+
+def prompt_text(messages: str | Sequence[Any]) -> str:
+    """Return a prompt as the text of a file; an empty text if it has messages of another form."""
+    if isinstance(messages, str):
+        return messages
+    if not all(isinstance(message, Mapping) and {"role", "content"} <= {*message} for message in messages):
+        return ""
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -157,3 +157,12 @@ def test_a_model_that_the_command_names_is_known_as_such_even_if_it_is_no_direct
     config = load("eval.files=val.jsonl", "actor_rollout_ref.model.path=/no/model")
     assert config.eval.models == [config.actor_rollout_ref.model.path] == ["/no/model"]
     assert load("eval.files=val.jsonl", "eval.models=model").actor_rollout_ref.model.path != "model"
+
+
+def test_a_reward_model_is_rejected_unless_a_custom_function_calls_its_server(place):
+    keys = ["eval.files=val.jsonl", "eval.models=model", "reward_model.enable=true", "reward_model.model.path=model"]
+    (place / "critic.py").write_text("async def compute_score(solution_str, reward_router_address): ...\n")
+    assert "an evaluation has none; set reward.reward_model.enable=false" in rejected(*keys)
+    keys.append("reward.custom_reward_function.path=critic.py")
+    assert "start it: hybridrl serve model.path=model port=8001" in rejected(*keys)
+    assert not load(*keys, "reward.judge.base_url=http://127.0.0.1:8001/v1").reward.judged

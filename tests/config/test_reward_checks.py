@@ -45,7 +45,6 @@ JUDGED = [f"{JUDGE}.base_url={URL}", f"{JUDGE}.model=critic"]
             "batch scores the responses of a step in one call, and a judge each one",
         ),
         ([*JUDGED, f"{JUDGE}.template=pairwise", f"{MANAGER}.name=dapo"], "which only group scores together"),
-        ([*JUDGED, f"{JUDGE}.template=pairwise", "reward.max_rpm=9"], "that compares responses are not limited"),
         ([f"{MANAGER}.name=group"], "the built-in rewards score responses one by one"),
     ],
 )

@@ -99,6 +99,18 @@ def test_a_batch_function_is_tried_as_a_run_calls_it(files, capsys):
     assert causes(findings, "reward.scores")[0].endswith("mean 3.0000; 3: 3")
 
 
+def test_a_group_is_scored_in_one_call_wherever_its_responses_are_in_the_file(files, capsys):
+    (files / "sizes.py").write_text(
+        "def compute_score(solution_strs): return [len(solution_strs)] * len(solution_strs)"
+    )
+    groups = [(1, "2 + 2?"), (1, "3 + 3?"), (1, "2 + 2?"), (2, "2 + 2?"), (1, "2 + 2?")]
+    rows = [{"input": prompt, "output": "4", "gts": "4", "step": step} for step, prompt in groups]
+    (files / "groups.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--reward", str(files / "sizes.py"), "reward.reward_manager.name=group"]
+    _, findings = report(capsys, str(files / "groups.jsonl"), *options)
+    assert causes(findings, "reward.scores")[0].endswith("mean 2.2000; 1: 2, 3: 3")
+
+
 def test_keys_of_rewards_may_be_set_and_scores_are_shaped_as_in_a_run(files, capsys):
     key = "reward.custom_reward_function.reward_kwargs.score=5"
     _, findings = report(capsys, str(files / "rows.jsonl"), "--data-source", "gsm8k", key, "reward.scale=2")

@@ -339,6 +339,50 @@ def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, addre
     assert "rows with environments or tools need a model of files" in capsys.readouterr().err
 
 
+GROUP = """
+def compute_score(solution_strs, extra_infos):
+    size, texts = len(solution_strs), len(set(solution_strs))
+    return [{"score": texts + number / 10, "size": size} for number in range(size)]
+"""
+
+
+@pytest.fixture
+def together(tmp_path: Path) -> list[str]:
+    """A reward that scores all responses to a prompt in one call."""
+    (tmp_path / "together.py").write_text(GROUP)
+    return ["reward.custom_reward_function.path=together.py", "reward.reward_manager.name=group"]
+
+
+def sizes(file: Path) -> dict[str, list[object]]:
+    """The sizes of the groups in which the responses to each question were scored."""
+    by_question: dict[str, list[object]] = {}
+    for sample in read_samples(file):
+        by_question.setdefault(sample.id, []).append(sample.extras.get("size"))
+    return by_question
+
+
+def test_a_group_at_an_address_is_scored_in_one_call_without_the_responses_that_failed(place, address, together):
+    assert ask(place, address, "eval.n=3", "eval.temperature=1", "eval.concurrency=2", *together) == 0
+    (file,) = Path("out").glob("*/samples.jsonl")
+    assert sizes(file) == {"0": [3] * 3, "1": [3] * 3, "2": [3] * 3, "3": [None] * 3}
+
+
+def test_a_group_of_which_responses_are_missing_is_scored_again_as_a_whole(place, together):
+    keys = [*together, "reward.num_workers=1"]
+    run(evaluation(place, "eval.n=2", *keys))
+    (file,) = Path("out").glob("*/samples.jsonl")
+    assert sizes(file) == {f"{index}": [2, 2] for index in range(4)}
+    run(evaluation(place, "eval.n=4", *keys))
+    assert sizes(file) == {f"{index}": [4] * 4 for index in range(4)}
+    assert sorted(sample.score for sample in read_samples(file) if sample.id == "0") == [2.0, 2.1, 2.2, 2.3]
+
+
+def test_a_group_of_stored_responses_is_scored_in_one_call(place, together):
+    write_stored(responses=["1", "2", "1"])
+    assert stored(place, *together) == 0
+    assert [sample.score for sample in read_samples(Path("out/samples.jsonl"))] == [2.0, 2.1, 2.2]
+
+
 def test_more_faults_than_are_allowed_give_status_3_and_are_explained(place, address, capsys):
     assert ask(place, address, "reward.max_fault_rate=0.2") == 3
     printed = capsys.readouterr().out

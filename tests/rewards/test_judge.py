@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Qwen2Tokenizer
 
 from hybridrl.config import ConfigError
 from hybridrl.config.judge import BEGIN, END, JudgeConfig
@@ -30,12 +32,14 @@ from hybridrl.rewards.load import (
     calls_at_once,
     load_reward,
     processes,
+    requests_at_once,
     seconds_between_calls,
+    seconds_between_requests,
     uses_built_in,
 )
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
-from hybridrl.rewards.score import FaultGuard, NoScore, RewardFaults, Score, ScoringRequest
+from hybridrl.rewards.score import FaultGuard, NoScore, RewardFaults, Score, ScoringRequest, component_means
 from tests.rewards.judge_server import JudgeServer, Reply, serving
 from tests.sections import section_of
 
@@ -386,7 +390,8 @@ Write = Any  # the fixture reward_config
 
 def reward_of(reward_config: Write, server: JudgeServer, source: str | None = None, **more: Any) -> RewardConfig:
     keys = {name: more.pop(name) for name in ("cache", "retries", "template") if name in more}
-    return reward_config(source, more={"judge": judge_config(server.url, **keys)} | more)
+    options = {name: more.pop(name) for name in ("manager", "timeout") if name in more}
+    return reward_config(source, **options, more={"judge": judge_config(server.url, **keys)} | more)
 
 
 def requests(*solutions: str, source: str = "poems") -> list[ScoringRequest]:
@@ -402,7 +407,9 @@ def test_a_judge_is_the_reward_of_rows_without_another(reward_config):
     with serving(Reply("VERDICT: 10")) as server:
         (score,) = scored(reward_of(reward_config, server), requests("a poem"))
     assert (score.value, score.fault) == (1.0, None)
-    assert score.extras == {"judge": 1.0, "judge_text": "VERDICT: 10", "score": 1.0}
+    ((call,), extras) = (score.extras.pop("judge_calls"), score.extras)
+    assert extras == {"judge": 1.0, "judge_text": "VERDICT: 10", "score": 1.0}
+    assert call.pop("seconds") >= 0 and call == {"retries": 0, "tokens": 18}
 
 
 @pytest.mark.parametrize(
@@ -450,6 +457,39 @@ def test_failures_in_a_run_are_excluded_and_counted_and_never_a_score(reward_con
     assert [score.value for score in scores] == [1, None, 1, None, None]
     assert [score.fault for score in scores] == [None, "judge:429", None, "judge:length", "judge:unparsed"]
     assert "answered 429" in scores[1].detail and "reward.judge.max_tokens=2048" in scores[3].detail
+
+
+def test_metrics_of_a_step_count_the_calls_of_a_judge(reward_config):
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        content = body["messages"][-1]["content"]
+        if "\nbusy\n" in content and content not in server.users()[:number]:
+            return Reply(status=503, headers=AT_ONCE)
+        return next((Reply(text) for text in ("mute", "odd") if f"\n{text}\n" in content), Reply("VERDICT: 10"))
+
+    with serving(reply) as server:
+        scores = scored(reward_of(reward_config, server, retries=2), requests("a", "a", "busy", "mute", "odd"))
+    metrics = component_means(scores)
+    assert 0 <= metrics.pop("judge/seconds_p50") <= metrics.pop("judge/seconds_p90")
+    assert metrics.pop("reward/judge/mean") == 1
+    # 4 replies of 18 tokens each; the first reply to the busy one is none.
+    assert metrics == {"judge/retries": 1, "judge/cached": 1, "judge/unparsed": 2, "judge/tokens": 4 * 18}
+    assert not [name for name in component_means([Score(1.0, {"acc": 1.0})]) if name.startswith("judge/")]
+    strange: list[Any] = [None, 3, [3, None], [{"seconds": "x", "retries": None}]]
+    assert component_means([Score(1.0, {"judge_calls": calls}) for calls in strange])["judge/retries"] == 0
+
+
+def test_percentiles_and_sums_of_calls_by_hand():
+    calls = [{"seconds": number / 10, "retries": number % 2, "tokens": 100} for number in range(1, 11)]
+    scores = [Score(None, {"judge_calls": calls[:3]}, "judge:unparsed"), Score(1.0, {"judge_calls": calls[3:]})]
+    metrics = component_means([*scores, Score(1.0, {"judge_calls": [{"cached": True}]})])
+    assert metrics == {
+        "judge/seconds_p50": 0.5,
+        "judge/seconds_p90": 0.9,
+        "judge/retries": 5,
+        "judge/cached": 1,
+        "judge/unparsed": 0,
+        "judge/tokens": 1000,
+    }
 
 
 def test_the_experience_of_a_step_and_a_validation_leave_failures_out(reward_config):
@@ -513,15 +553,64 @@ def test_a_key_that_is_not_in_the_environment_is_rejected_before_a_run(reward_co
         load_reward(reward_config(more={"judge": judge}))
 
 
-def test_limits_on_calls_apply_with_any_manager(reward_config):
+def test_limits_count_the_requests_of_a_judge_with_any_manager(reward_config):
     judge = judge_config("http://127.0.0.1:1/v1")
     plain = reward_config(num_workers=4, more={"judge": judge})
-    assert (processes(plain), calls_at_once(plain, True), seconds_between_calls(plain)) == (4, 64, 0)
+    assert (processes(plain), requests_at_once(plain), seconds_between_requests(plain)) == (4, None, 0)
     limited = replace(plain, max_concurrent=8, max_rpm=120)
-    assert (processes(limited), calls_at_once(limited, True), seconds_between_calls(limited)) == (4, 2, 2.0)
-    assert calls_at_once(replace(plain, max_rpm=120), True) == 64
-    assert seconds_between_calls(replace(limited, judge=replace(judge, base_url=None))) == 0
+    assert (processes(limited), requests_at_once(limited), seconds_between_requests(limited)) == (4, 2, 2.0)
+    assert (calls_at_once(limited, True), seconds_between_calls(limited)) == (64, 0)  # those of functions
+    assert seconds_between_requests(replace(limited, judge=replace(judge, base_url=None))) == 0
+    managed = replace(limited, reward_manager=replace(limited.reward_manager, name="rate_limited"))
+    assert (calls_at_once(managed, True), seconds_between_calls(managed)) == (2, 2.0)
+    calling = replace(reward_config(PLAIN, num_workers=4, more={"judge": judge}), max_concurrent=8, max_rpm=120)
+    assert (calls_at_once(calling, True), seconds_between_calls(calling)) == (2, 2.0)
     assert not uses_built_in(plain)
+
+
+def test_every_request_about_a_criterion_and_every_further_attempt_is_counted(reward_config):
+    failing = Reply(status=503, headers=AT_ONCE)
+    with serving(lambda number, body: Reply() if number else failing) as server:
+        config = reward_of(reward_config, server, template="rubric", retries=1, timeout=0.6, max_rpm=600)
+        rows = [replace(row, extra_info={"rubric": RUBRIC}) for row in requests("4", "5", "6", "7")]
+        with ScorerPool(config) as pool:
+            began = time.monotonic()
+            scores = [future.result(timeout=30) for future in pool.submit(rows)]  # longer than a response may take
+    assert [score.fault for score in scores] == [None] * 4 and len(server.requests) == 13
+    assert all(moment >= began + 0.1 * number for number, moment in enumerate(server.times))
+
+
+@pytest.mark.parametrize("template", ["rubric", "pairwise"])
+def test_no_more_requests_than_allowed_are_in_progress(reward_config, template):
+    lock, current, most = threading.Lock(), 0, 0
+
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        nonlocal current, most
+        with lock:
+            current += 1
+            most = max(most, current)
+        time.sleep(0.05)
+        with lock:
+            current -= 1
+        return Reply("VERDICT: tie" if template == "pairwise" else "VERDICT: yes")
+
+    with serving(reply) as server:
+        keys = {"template": template, "num_workers": 2, "manager": "group" if template == "pairwise" else "naive"}
+        config = reward_of(reward_config, server, max_concurrent=4, **keys)
+        groups = [requests("4", "5", "6", "7"), requests("8", "9", "10", "11")]
+        groups = [[replace(row, extra_info={"rubric": RUBRIC}) for row in group] for group in groups]
+        with ScorerPool(config) as pool:
+            futures = [future for group in groups for future in pool.submit(group)]
+            assert not [score for future in futures if (score := future.result(timeout=30)).fault]
+    assert len(server.requests) == 24 and most == 4
+
+
+def test_a_function_that_hangs_next_to_a_judge_whose_requests_wait_is_ended(reward_config):
+    source = "import time\ndef compute_score(solution_str): time.sleep(60 * (solution_str == 'slow')); return 1"
+    with serving(Reply()) as server:
+        config = reward_of(reward_config, server, source, timeout=1, max_rpm=600)
+        scores = scored(config, requests("4", "slow", "5"))
+    assert [score.fault for score in scores] == [None, "timeout", None]
 
 
 def test_prompts_are_sent_to_the_processes_of_a_judge_only():
@@ -568,7 +657,7 @@ def test_each_pair_is_compared_in_both_orders_and_a_response_with_enough_others(
 def test_the_order_is_found_behind_a_judge_that_prefers_the_first_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, texts, totals = random.Random(5), [f"say {number}" for number in range(8)], [0.0] * 8
 
-    async def ask(client: JudgeClient, messages: list[dict[str, str]]) -> tuple[float, str]:
+    async def ask(client: JudgeClient, messages: list[dict[str, str]], calls: list[Any]) -> tuple[float, str]:
         first, second = shown({"messages": messages})
         return float(draw.random() < 0.8 or first > second), ""
 
@@ -616,3 +705,48 @@ def test_groups_are_scored_together_in_processes_and_a_failed_group_is_tried_aga
             ]
             scores = [[future.result().value for future in group] for group in futures]
     assert scores == [[0.0, 1.0], [1.0, 0.5, 0.0]] and len(asked) == 8
+
+
+# -- functions that call the server themselves, as those for verl's generative reward models --------------------------
+
+CALLING = """
+import json, urllib.request
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address, {tokenizer}):
+    content = {content}
+    body = json.dumps({{"messages": [{{"role": "user", "content": content}}]}}).encode()
+    with urllib.request.urlopen(f"http://{{reward_router_address}}/v1/chat/completions", body) as reply:
+        text = json.load(reply)["choices"][0]["message"]["content"]
+    return {{"score": float(text), "genrm": text}}
+"""
+PLAIN = CALLING.format(tokenizer="reward_model_tokenizer=None", content="f'{solution_str} {reward_model_tokenizer}'")
+TEMPLATED = CALLING.format(
+    tokenizer="reward_model_tokenizer",
+    content="reward_model_tokenizer.apply_chat_template([{'role': 'user', 'content': solution_str}], tokenize=False)",
+)
+
+
+def test_a_function_that_calls_the_server_gets_its_address_and_is_the_only_reward(reward_config):
+    with serving(Reply("0.25")) as server:
+        scores = scored(reward_of(reward_config, server, PLAIN), requests("four", "five"))
+    assert [(score.value, score.fault) for score in scores] == [(0.25, None)] * 2
+    assert scores[0].extras == {"score": 0.25, "genrm": "0.25"}
+    assert sorted(server.users()) == ["five None", "four None"]
+
+
+def test_a_judge_with_a_weight_is_a_component_next_to_a_function_that_calls_its_server(reward_config):
+    with serving(lambda number, body: Reply("VERDICT: yes" if "model" in body else "0.25")) as server:
+        config = reward_of(reward_config, server, PLAIN, weights={"score": 1, "judge": 1})
+        (score,) = scored(config, requests("four"))
+    assert (score.value, score.extras["judge"], len(server.requests)) == (1.25, 1.0, 2)
+
+
+def test_a_function_that_calls_the_server_gets_the_tokenizer_of_its_model(reward_config, tmp_path):
+    tokenizer = Qwen2Tokenizer(vocab={token: number for number, token in enumerate(["f", "o", "u", "r"])}, merges=[])
+    tokenizer.chat_template = "{% for each in messages %}[{{ each.role }}] {{ each.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "critic")
+    with serving(Reply("1")) as server:
+        config = reward_of(reward_config, server, TEMPLATED)
+        config = replace(config, reward_model=replace(config.reward_model, model_path=str(tmp_path / "critic")))
+        (score,) = scored(config, requests("four"))
+    assert (score.value, server.users()) == (1.0, ["[user] four"])

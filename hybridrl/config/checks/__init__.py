@@ -56,6 +56,7 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     training.resolve_retention(trainer, check, has_critic=bool(config.critic.enable))
     training.resolve_reference(section, hint, check, kl_in_reward=config.algorithm.use_kl_in_reward)
     resolve_distillation(config, hint, check)
+    algorithm.resolve_reward(config.reward, check)
     resolve_reward_model(config, hint, check)
     check_served(MODEL, model, rollout, trainer.device, check)
     resolve_trained(policy, rollout.max_model_len or 0, hint, trainer, check)
@@ -80,7 +81,6 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     algorithm.check_bypass(config.algorithm.rollout_correction, section, check)
     algorithm.check_policy_loss(actor, check)
     algorithm.check_kl(config.algorithm, section, check)
-    algorithm.resolve_reward(config.reward, check)
     saved = {f"{ACTOR}.checkpoint": actor.checkpoint}
     saved |= {"critic.checkpoint": config.critic.checkpoint} if config.critic.enable else {}
     training.check_save_contents(trainer, saved, check)

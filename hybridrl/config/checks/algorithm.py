@@ -5,7 +5,9 @@ import re
 
 from hybridrl.config.catalog import BYPASS_LOSSES, DEFAULT_POLICY_LOSS, ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 from hybridrl.config.checks.engine import MODE, UNTRUNCATED
+from hybridrl.config.checks.model import absolute
 from hybridrl.config.findings import Checker, nearest
+from hybridrl.config.judge import ROUTER, TOKENIZER
 from hybridrl.config.schema import ActorConfig, ActorRolloutRefConfig, DataConfig, SFTTrainerConfig
 from hybridrl.config.schema_parts import AlgorithmConfig, FilterGroupsConfig, RewardConfig, RolloutCorrectionConfig
 from hybridrl.config.values import DIAGNOSES, LOGGERS, REWARD_MANAGERS, rule_code
@@ -217,6 +219,7 @@ def resolve_reward(reward: RewardConfig, check: Checker) -> None:
         keys, fix = ".name .custom_reward_function.path", "leave one of them out"
         check.error(keys, "a built-in and a custom reward for the same rows", fix)
     _check_reward_manager(reward, check)
+    _resolve_server(reward, check)
     _resolve_judge(reward, check)
     buffer, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
     if buffer.enable and reward.reward_manager.name != "dapo":
@@ -272,12 +275,32 @@ def _check_reward_manager(reward: RewardConfig, check: Checker) -> None:
         check.warn(".reward_manager.name .on_error", cause)
 
 
+def _resolve_server(reward: RewardConfig, check: Checker) -> None:
+    """Check a custom function that calls a model's server itself, as with verl's generative reward models: training
+    ranks compute none then."""
+    parameters, section = reward.server_parameters, reward.reward_model
+    if not parameters:
+        return
+    if reward.judge.base_url is None and (section.enable or parameters.get(ROUTER)):
+        serve = f"hybridrl serve model.path={section.model_path or '...'} port=8001"
+        cause = f"the custom function names {' and '.join(parameters)}: it calls a model's server, and none is named"
+        fix = f"start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1"
+        check.error(".judge.base_url .custom_reward_function.path", cause, fix, valued=False)
+    if section.model_path is None and parameters.get(TOKENIZER):
+        cause, fix = f"the custom function needs {TOKENIZER}", "set it to the model that the server has"
+        check.error(".reward_model.model_path .custom_reward_function.path", cause, fix)
+    if section.enable:
+        cause = "the custom function calls its server, so the training ranks load no reward model"
+        check.findings.info("setting", cause, keys="reward.reward_model.enable")
+    section.enable, section.model_path = False, section.model_path and absolute(section.model_path)
+
+
 def _resolve_judge(reward: RewardConfig, check: Checker) -> None:
     """Check the judge, and raise reward.timeout to the time of all its attempts."""
     judge, manager = reward.judge, reward.reward_manager
-    if judge.base_url is None:
-        if judge.model is not None:
-            check.idle(".judge.model .judge.base_url", "without reward.judge.base_url")
+    if judge.base_url is None and judge.model is not None:
+        check.idle(".judge.model .judge.base_url", "without reward.judge.base_url")
+    if judge.base_url is None or not reward.judged:
         return
     if judge.model is None:
         fix = f"set reward.judge.model to a name that the server lists: curl {judge.base_url.rstrip('/')}/models"
@@ -296,9 +319,6 @@ def _resolve_judge(reward: RewardConfig, check: Checker) -> None:
         elif manager.name != "group":
             cause = "the judge's template compares the responses to a prompt, which only group scores together"
             check.error(".judge.template .reward_manager.name", cause, f"set {MANAGER}.name=group")
-        if reward.max_rpm or reward.max_tpm:
-            cause = "the calls of a judge that compares responses are not limited in number"
-            check.error(".max_rpm .max_tpm .judge.template", cause, "set max_rpm=null and max_tpm=null")
     if reward.timeout < judge.longest:
         cause = f"reward.timeout={judge.longest:g} instead of {reward.timeout:g}: the judge may need as long with "
         cause += f"{judge.retries} retries"

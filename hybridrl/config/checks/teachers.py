@@ -64,7 +64,7 @@ def resolve_reward_model(config: PPOConfig, hint: str, check: Checker) -> None:
     """Fill in and check the reward model. `hint`: the fix for overlong rows."""
     reward, section = config.reward, config.reward.reward_model
     if not section.enable:
-        if section.model_path is not None:
+        if section.model_path is not None and not reward.server_parameters:
             check.idle(f"{SCORED}.model_path {SCORED}.enable", f"without {SCORED}.enable=true")
         return
     if section.model_path is None:

@@ -90,7 +90,8 @@ def _variables(groups: list[list[Episode]]) -> dict[str, list[np.ndarray]]:
     a failure counts as 0. `reward` is always the score: another number of that name, given by the reward, appears only
     in the metrics of training and in the samples."""
     tables = {"reward": [np.array([s.score.value for s in group], dtype=float) for group in groups]}
-    names = sorted({name for group in groups for s in group for name in s.score.extras} - {"score", *tables})
+    scores = [s.score for group in groups for s in group if not s.score.fault]
+    names = sorted({name for score in scores for name in score.extras} - {"score", *tables})
     for name in names:
         column = [[0.0 if s.score.fault else s.score.extras.get(name) for s in group] for group in groups]
         values = [value for row in column for value in row if value is not None]

@@ -14,6 +14,7 @@ from hybridrl.config.values import holds, tree, value_keys
 from .conftest import Load
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
+COMMANDS = ["verl_cmdlines.jsonl", "verl_cmdlines_releases.jsonl"]
 KNOWN = tree(PPOConfig)
 ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{part}" for part in ("rollout", "actor", "model"))
 
@@ -74,7 +75,7 @@ def test_verl_s_own_defaults_are_accepted_and_are_not_warned_of_without_reason()
 
 
 @at_hand
-@pytest.mark.parametrize("file", ["verl_cmdlines.jsonl", "verl_cmdlines_releases.jsonl"])
+@pytest.mark.parametrize("file", COMMANDS)
 def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(file: str) -> None:
     """Each error names an unsupported key, or comes from a shell variable that is not set."""
     for line in command_lines(file):
@@ -82,6 +83,26 @@ def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(f
         errors = {} if line["unset_vars"] else {finding.code: finding.text for finding in findings.errors}
         remote = any("remote sandboxes are" in text for text in errors.values())
         assert not errors or "unsupported" in errors or remote, line["script"]
+
+
+@at_hand
+def test_generative_reward_models_of_command_lines_need_a_server_and_nothing_else(tmp_path: Path) -> None:
+    lines = [line["overrides"] for file in COMMANDS for line in command_lines(file)]
+    enabled = [words for words in lines if any(word.endswith("reward_model.enable=True") for word in words)]
+    generative = [words for words in enabled if any("custom_reward_function.path=" in word for word in words)]
+    parameters = "data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer"
+    for words in generative:
+        values = dict(word.split("=", 1) for word in words)
+        file, name = tmp_path / "reward.py", values["custom_reward_function.name"]
+        file.write_text(f"async def {name}({parameters}): ...\n")
+        words = [*words, f"custom_reward_function.path={file}"]
+        (error,) = resolve_config(PPOConfig, words, "ppo_trainer", offline=True).findings.errors
+        serve = f"hybridrl serve model.path={values['reward_model.model.path']} port=8001"
+        assert error.text.endswith(f"start it: {serve}, and set reward.judge.base_url=http://127.0.0.1:8001/v1")
+        words = [*words, "reward.judge.base_url=http://127.0.0.1:8001/v1"]
+        loaded = resolve_config(PPOConfig, words, "ppo_trainer", offline=True)
+        assert not loaded.findings.errors and not loaded.accept().reward.reward_model.enable
+    assert generative
 
 
 def test_token_ids_that_stay_are_accepted_and_another_choice_is_named(load: Load) -> None:
