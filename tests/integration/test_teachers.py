@@ -20,6 +20,7 @@ from hybridrl.core.batch import Batch
 from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, TEACHER
 from hybridrl.core.cluster import Group, spawn
 from hybridrl.core.training import losses
+from hybridrl.core.training.fsdp import full_tensor
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
@@ -46,6 +47,11 @@ class TaughtRank(TrainWorker):
         reject, loss = losses.prepare_rejection(self.actor, loss)
         return whole_gradient(self.actor, batch, mini_batch, self.objective(loss, []), reject)
 
+    def inner_halves(self) -> dict[str, Tensor]:
+        """The halves of the adapters that read the layers' inputs, by layer."""
+        named = self.actor.model.named_parameters()
+        return {name.partition(".lora_A")[0]: full_tensor(value.detach()) for name, value in named if ".lora_A" in name}
+
 
 @pytest.fixture(scope="module")
 def paths(config, tmp_path_factory) -> dict[str, str]:
@@ -68,6 +74,7 @@ LAYOUTS = {
     "four": (4, {}),
     "divided": (2, {"tensor_parallel_size": 2}),
     "padded": (2, {}),  # the policy's rows; its teachers' are packed
+    "adapters": (2, {}),
 }
 
 
@@ -84,6 +91,8 @@ def built(config, session, logs: Path, keys: Sequence[str], frozen: Callable[[Ra
         shards = ranks // sizes.get("tensor_parallel_size", 1)
         whole = replace(whole, fsdp=replace(whole.fsdp, fsdp_size=shards, **sizes))
         actor = replace(whole, model=replace(whole.model, use_remove_padding=False)) if key == "padded" else whole
+        if key == "adapters":
+            actor = replace(whole, model=replace(whole.model, lora_rank=3, lora_alpha=6))
         build_models(groups[key], replace(worker, models={"actor": actor, **frozen(whole)}), 120)
     return groups
 
@@ -238,6 +247,22 @@ def test_the_divergence_over_most_probable_tokens_has_the_gradient_of_models_in_
     term = term_of(config, loss_mode="forward_kl_topk", log_prob_min_clamp=least)
     for key, budget in DIVISIONS:
         assert distance(gradient(groups[key], batch, loss_of(term), budget), expected) <= 1e-5, (key, budget)
+
+
+@pytest.mark.slow
+def test_an_adapters_gradient_is_that_of_the_weights_projected_to_it(config, session, others, exact_models, tmp_path):
+    """At first W + s B A = W, as B is 0, so that dB = s dW A^T."""
+    rank, alpha = 3, 6
+    group = built(config, session, tmp_path, ["adapters"], others)["adapters"]
+    layers = group.scatter(TaughtRank.inner_halves, [()] * len(group), timeout=120)[0]
+    term = replace(term_of(config, loss_mode="reverse_kl"), mask="taught")
+    whole = expected_gradient(exact_models, rows_of(LEFT_OUT), LEFT_OUT, "token-mean", KINDS[0])
+    expected = {}
+    for layer, half in layers.items():
+        name = next(name for name in whole if layer.endswith(name.removesuffix(".weight")))
+        expected[f"{layer}.lora_B.default.weight"] = alpha / rank * whole[name] @ half.double().T
+    actual = gradient(group, rows_of(LEFT_OUT), loss_of(term), MicroBatchBudget(30))
+    assert len(expected) > 4 and distance(actual, expected) <= 1e-5
 
 
 @pytest.mark.slow

@@ -85,6 +85,66 @@ def test_a_sibling_is_the_first_other_right_response_and_never_the_row_itself() 
     assert read(groups) == ["-", "q|x"]
 
 
+# Sources; responses as TEXT SCORE, perhaps with !FEEDBACK; and what the teacher of each reads, "-" if it has none.
+BY_HAND = """
+sibling: a0 -> -
+sibling: a1 -> -
+sibling: a0 b0 -> - -
+sibling: a0 b1 -> b -
+sibling: a1 b0 -> - a
+sibling: a1 b1 -> b a
+sibling: a0 b0 c1 -> c c -
+sibling: a0 b1 c0 -> b - b
+sibling: a0 b1 c1 -> b c b
+sibling: a1 b1 c1 -> b a a
+sibling: a1 b0 c1 -> c a a
+sibling: a0 b0.9 c1 -> c c -
+sibling: a0.5 b0.5 -> - -
+sibling: a0 b2 -> b -
+sibling: a0!x b1!y -> b -
+feedback: a0 b1 -> - -
+feedback: a0!x b1 -> x -
+feedback: a0!x b1!y -> x y
+feedback: a1!x -> x
+feedback: a0 b0!x c0 -> - x -
+sibling,feedback: a0!x -> x
+sibling,feedback: a0!x b0!y -> x y
+sibling,feedback: a0!x b1!y -> b y
+sibling,feedback: a1 b1!y -> b a
+sibling,feedback: a0 b0!y c1 -> c c -
+feedback,sibling: a0!x b1 -> x -
+feedback,sibling: a0 b1!y -> b y
+feedback,sibling: a0 b1 c0!z -> b - z
+column:answer: a0 -> 41
+column:answer: a0 b1 -> 41 41
+column:hint: a1 -> add
+column:other: a0 b1 -> - -
+column:other,sibling: a0 b1 -> b -
+column:other,column:answer: a0 -> 41
+sibling,column:answer: a0 b1 -> b 41
+sibling,column:answer: a0 b0 -> 41 41
+feedback,column:answer: a0!x b0 -> x 41
+sibling,feedback,column:answer: a0 b0!y -> 41 y
+sibling,feedback,column:answer: a1 b0!y c0 -> 41 a a
+column:answer,sibling: a0 b1 -> 41 41
+"""
+
+
+@pytest.mark.parametrize("case", BY_HAND.strip().splitlines())
+def test_a_group_worked_out_by_hand(case: str) -> None:
+    sources, _, rest = case.partition(": ")
+    responses, _, expected = rest.partition(" -> ")
+    group = []
+    for sample, response in enumerate(responses.split()):
+        written, _, feedback = response.partition("!")
+        extras = {"feedback": feedback} if feedback else {}
+        group.append(episode(written[0], float(written[1:]), sample, **extras))
+    groups, metrics = contexts(teacher(*sources.split(",")))([group])
+    texts = [f"q|{text}" if text != "-" else "-" for text in expected.split()]
+    assert read(groups) == texts
+    assert metrics["distillation/without_context"] == texts.count("-") / len(texts)
+
+
 def test_sources_are_tried_in_their_order() -> None:
     group = [episode("wrong", 0.0, 0, feedback="too small"), episode("right", 1.0, 1)]
     assert read(contexts(teacher("sibling", "feedback"))([group])[0]) == ["q|right", "-"]
