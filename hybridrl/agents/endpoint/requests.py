@@ -6,6 +6,7 @@ Frameworks send a response back in their own form: with arguments in another ord
 the reasoning. It is still the message that was sampled.
 """
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -265,6 +266,8 @@ class Route(APIRoute):
                 return await handler(bounded)
             except (HTTPException, RequestValidationError):
                 raise
+            except asyncio.CancelledError:  # Ctrl-C
+                return answer_error(503, "the server has been stopped")
             except Exception as error:  # whatever the policy raises
                 logger.exception("a request failed: %s", request.url.path)
                 return answer_error(500, f"{type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,10 +191,16 @@ def test_a_served_model_responds_repeatably_and_ctrl_c_leaves_nothing(tiny, tmp_
         format = {"type": "json_schema", "json_schema": {"name": "shape", "schema": shape}}
         shaped = client.chat.completions.create(**ask | {"max_tokens": 60}, response_format=format, temperature=0)
         started = psutil.Process(server.pid).children(recursive=True)
-        server.send_signal(signal.SIGINT)
-        assert server.wait(30) == 0, log.read_text()
+        body = {"prompt": [5, 6, 7], "max_tokens": 400, "min_tokens": 400}
+        with ThreadPoolExecutor(16) as pool:  # more than the engine computes in this time
+            waiting = [pool.submit(httpx.post, f"{address}/completions", json=body, timeout=60) for _ in range(16)]
+            time.sleep(0.5)
+            server.send_signal(signal.SIGINT)
+            assert server.wait(30) == 0, log.read_text()
     finally:
         server.kill()
+    assert 503 in [one.result().status_code for one in waiting if not one.exception()]
+    assert "Traceback" not in log.read_text()
     assert greedy[0].message.content == greedy[1].message.content and greedy[0].finish_reason == "length"
     assert sampled[0] == sampled[1] != sampled[2]
     assert json.loads(shaped.choices[0].message.content)["a"] in (1, 2)
