@@ -11,11 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
     ".": 1085,
-    "agents": 7066,
+    "agents": 7069,
     "checkpoint": 1986,
     "compat": 3224,
     "config": 5373,
-    "core": 13923,
+    "core": 13922,
     "data": 2060,
     "doctor": 4650,
     "environments": 180,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1942,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 57540
+TOTAL = 57542
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 457  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

@@ -19,6 +19,8 @@ def test_settings_that_change_nothing_are_warnings(load):
         "hydra.run.dir=x": "hydra.run.dir has no effect: Hydra only reads the configuration here",
         "data.train_batch_size=32": f"{ACTOR}.ppo_mini_batch_size=256 is more than data.train_batch_size=32: "
         "one update per step",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable=true": "reward.reward_kwargs.overlong_buffer_cfg.enable=true "
+        "has no effect without reward.reward_manager.name=dapo",
         f"{ROLLOUT}.val_kwargs.n=4": f"{ROLLOUT}.val_kwargs.n=4: validation is greedy, so all responses are equal; "
         f"set {ROLLOUT}.val_kwargs.temperature=1.0",
         f"{ROLLOUT}.mode=sync": f"{ROLLOUT}.mode=sync has no effect: responses enter and leave the engine one by one",
@@ -46,8 +48,6 @@ def test_settings_that_change_nothing_are_warnings(load):
         f"{ACTOR}.kl_loss_coef=0.1": f"{ACTOR}.kl_loss_coef has no effect without {ACTOR}.use_kl_loss=true",
         "actor_rollout_ref.ref.refresh_freq=5": "actor_rollout_ref.ref.refresh_freq has no effect: no KL against the "
         "reference policy is in use",
-        "reward.reward_kwargs.overlong_buffer_cfg.enable=true": "reward.reward_kwargs.overlong_buffer_cfg.enable=true "
-        "has no effect without reward.reward_manager.name=dapo",
     }
     assert load(*QUIET, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum", *wanted).notes == list(wanted.values())
 

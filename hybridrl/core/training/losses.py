@@ -95,9 +95,8 @@ def policy_loss(
         shares[f"{term.name}_loss"] = share = (torch.where(mask, per_token, 0.0) * weights).sum()
         total = total + term.weight * share
         shares |= _token_means(of_term, *_counted(term, part, totals, loss))
-        if term.mask:
-            inside = required(part.value(term.mask))[part.response_row]
-            statistics[f"{term.name}/{term.mask}_share"] = inside.float()
+        if term.mask == "taught" and (taught := part.value(term.mask)) is not None:
+            statistics["distillation/taught_share"] = taught[part.response_row].float()
     if loss.log_entropy:
         statistics["entropy"] = required(outputs.entropies).detach()
     return total, shares | _token_means(statistics, part, totals)
