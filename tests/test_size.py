@@ -15,21 +15,21 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3224,
     "config": 5373,
-    "core": 13922,
+    "core": 13931,
     "data": 2060,
-    "doctor": 4650,
+    "doctor": 4658,
     "environments": 180,
     "evaluation": 2253,
     "health": 1074,
     "model_merger": 932,
     "report": 2520,
     "rewards": 3750,
-    "runs": 3919,
+    "runs": 3921,
     "runtime": 1603,
     "tracking": 1942,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 57542
+TOTAL = 57561
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 457  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

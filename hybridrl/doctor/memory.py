@@ -17,10 +17,10 @@ from hybridrl.core.rollout.cache import cpu_cache_bytes
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.doctor.machine import GIB, UTILIZATION
-from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, read_models
+from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, in_gib, read_models
 from hybridrl.plugins import load
 from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
-from hybridrl.runs.settings import build_algorithm, ppo_worker_config
+from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config
 from hybridrl.runs.setup import save_times
 
 # What follows from the numbers of parameters, or was measured: the rest is estimated, with errors up to 20%.
@@ -42,9 +42,7 @@ AWAY = {
     "policy": ("rollout", "critic update"),
     "critic": ("rollout", "log-probs", "policy update", "weight sync"),
 }
-
 KINDS = {"policy": ("parameters", "optimizer"), "critic": ("critic", "critic")}  # kinds of parameters and of moments
-
 SWITCHES = (
     "actor_rollout_ref.model.enable_gradient_checkpointing",
     "critic.model.enable_gradient_checkpointing",
@@ -103,6 +101,9 @@ class PlannedRun:
                 (part, planned), label = trained[name], "policy" if name == "actor" else name
                 self.learners.append(PlannedModel(label, shard, entry, part, UpdatePlan.of(planned).budget))
             self.forwards["critic update" if name == "critic" else "log-probs"].append((shard, entry.budget, language))
+        loss = policy_loss_config(config)
+        compared = [(loss.against,), loss.teachers]  # a micro-batch has one of the teachers
+        self.compared = [[self.frozen[name][0] for name in names if name in self.frozen] for names in compared]
         self._plan_engine(models.policy)
 
     def _plan_engine(self, sizes: ModelSizes) -> None:
@@ -215,6 +216,8 @@ def _working(run: PlannedRun, phase: str) -> Bytes:
             by_rows = (run.on_cpu or shard.computed == FULL) and not budget.padded
             activations = shard.activations(tokens, config.model, by_rows=by_rows)
             logits = shard.logits(tokens, run.device) * (name == "policy")
+            compared = [max((one.compared(tokens) for one in each), default=0) for each in run.compared]
+            activations += sum(compared) * (name == "policy")
             needs.append(Bytes(gathered=shard.gathered + shard.reduced, activations=activations, logits=logits))
             if not config.fsdp.offload_policy or run.on_cpu:  # else the optimizer steps in host memory
                 moved = shard.moments * (config.fsdp.optimizer_offload and not run.on_cpu)
@@ -250,14 +253,10 @@ class Plan(NamedTuple):
         """One line per kind and one column per phase."""
         kinds = dict.fromkeys(kind for needs in self.needs.values() for kind, size in needs.items() if size)
         rows = [("", list(self.needs))]
-        rows += [(kind, [_gib(needs[kind]) for needs in self.needs.values()]) for kind in kinds]
-        rows += [("total", [_gib(needs.total()) for needs in self.needs.values()])]
+        rows += [(kind, [in_gib(needs[kind]) for needs in self.needs.values()]) for kind in kinds]
+        rows += [("total", [in_gib(needs.total()) for needs in self.needs.values()])]
         widths = [max(len(phase), 5) + 2 for phase in self.needs]
         return "\n".join(f"{title:<18}" + "".join(map(str.rjust, cells, widths)) for title, cells in rows)
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}" if size else "-"
 
 
 def make_plans(run: PlannedRun) -> list[Plan]:
@@ -298,14 +297,14 @@ def memory_plan(run: PlannedRun, findings: Findings) -> None:
     for index, plan in enumerate(make_plans(run)):
         phase = "the run" if plan.fullest == HOST else plan.fullest
         short = plan.available and plan.peak > plan.available
-        most = f"at most {_gib(plan.peak)} GiB" + f" of {_gib(plan.available)}" * (plan.available > 0)
+        most = f"at most {in_gib(plan.peak)} GiB" + f" of {in_gib(plan.available)}" * (plan.available > 0)
         most = f", in GiB:\n{plan}" if short else f": {most}, in {phase}"
         findings.info("memory.plan", f"estimated memory of {plan.place}{plan.remark}{most}")
         if short:
             fix = suggest_fix(run, lambda changed, index=index: make_plans(changed)[index].peak, plan.available)
             report = findings.error if plan.certain > plan.available else findings.warn
-            cause = f"memory of {plan.place}: {phase} takes an estimated {_gib(plan.peak)} GiB, and "
-            report("memory.lack", f"{cause}{_gib(plan.available)} GiB are free", fix=fix)
+            cause = f"memory of {plan.place}: {phase} takes an estimated {in_gib(plan.peak)} GiB, and "
+            report("memory.lack", f"{cause}{in_gib(plan.available)} GiB are free", fix=fix)
     _report_moved(run, findings)
     if run.on_cpu or run.gpu:
         _report_cache(run, findings)

@@ -22,6 +22,7 @@ from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import without_pairs
 from hybridrl.core.training.token_outputs import tokens_at_once
 from hybridrl.core.weights.buckets import buffer_bytes, plan_buckets
+from hybridrl.doctor.machine import GIB
 from hybridrl.runs.models import SECTIONS
 from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 
@@ -203,6 +204,10 @@ class Shard:
         inner = (3 * self.sizes.intermediate + 2 * self.sizes.routed) / self.sizes.tensor
         return tokens * (inner + 2 * self.sizes.hidden) * self.computed
 
+    def compared(self, tokens: int) -> float:
+        """A copy of the head, and hidden states: the loss of a policy that is compared with this model has both."""
+        return (self.sizes.vocabulary + tokens) * self.sizes.hidden * self.computed
+
     def logits(self, tokens: int, device: str) -> float:
         """A chunk of logits; on CUDA in the computed type, and the gradient is written in place."""
         at_once = tokens_at_once(device, self.sizes.vocabulary)
@@ -231,3 +236,7 @@ class Shard:
             "tokens of experts": 2 * routed * (2 + twice) * (1 - 1 / sizes.expert),
             "sums of a tensor group": 2 * sums * tokens * sizes.hidden * self.computed * (1 - 1 / sizes.tensor),
         }
+
+
+def in_gib(size: float) -> str:
+    return f"{size / GIB:.2f}" if size else "-"

@@ -239,6 +239,8 @@ def load_sft_inputs(
 ) -> tuple[PreTrainedTokenizerBase, ConversationDataset, ConversationDataset | None]:
     """Tokenizer, training and validation conversations of a supervised run; raises ConfigError."""
     data, model, rejections = config.data, config.model, Findings()
+    if config.pairs.center is not None:
+        raise ConfigError("pairs.center is a key of reward models", fix="train one: hybridrl rm", keys="pairs.center")
     import_libraries(model.external_lib)
     run_trials(Subject(config), rejections)
     rejections.close()

@@ -379,6 +379,16 @@ def test_a_reference_is_held_only_if_one_is_used(load):
     assert trainer_memory(used, "log-probs")["reference"] == 4 * PARAMETERS
 
 
+def test_a_model_with_which_the_loss_compares_the_policy_adds_a_copy_of_its_head_and_its_hidden_states(load):
+    """The sampled KL is computed before; the exact one within the update, and so is a teacher's."""
+    keys = [[f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={kind}"] for kind in ("k3", "full")]
+    sampled, exact = (run_of(load(*each)) for each in keys)
+    before, after = (trainer_memory(run, "policy update")["activations"] for run in (sampled, exact))
+    tokens = exact.micro_batch(exact.learners[0].budget, exact.config.actor_rollout_ref.actor.ppo_mini_batch_size)
+    sizes = exact.models.policy
+    assert after - before == 4 * (sizes.vocabulary + tokens) * sizes.hidden
+
+
 # -- phases on CUDA ----------------------------------------------------------------------------------------------------
 
 

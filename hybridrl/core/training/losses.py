@@ -191,9 +191,18 @@ def sampled_divergence(
     return distances, statistics | {"distillation/teacher_log_prob": teacher}
 
 
-def teacher_reward(outputs: TokenOutputs, rows: Batch, *, clip: Mapping[str, float], **of_estimate: Any) -> TermLoss:
+def teacher_reward(
+    outputs: TokenOutputs,
+    rows: Batch,
+    *,
+    form: str,
+    most: float | None,
+    clip: Mapping[str, float],
+    names: Sequence[str] = (),
+) -> TermLoss:
     """The clipped policy loss, whose advantage is less an estimate of the divergence from the teacher at each token."""
-    distances, statistics = sampled_divergence(outputs.map(torch.detach), rows, **of_estimate)
+    detached = outputs.map(torch.detach)
+    distances, statistics = sampled_divergence(detached, rows, form=form, most=most, names=names)
     clipped, _ = vanilla(outputs.log_probs, replace(rows, advantages=-distances), **clip)
     return clipped if rows.importance_weights is None else clipped * rows.importance_weights, statistics
 
