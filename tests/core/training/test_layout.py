@@ -105,6 +105,9 @@ class Sizes:
 
 
 ALONE = Sizes(1)
+# Of a parameter's gradient. That of a recurrence amplifies rounding: weights that differ by 6e-8 of themselves, as much
+# as float32 rounds, change it by 1.7e-5 to 3.8e-5 on one processor (three draws).
+ROUNDING = {"a recurrence along the text": 4e-5}
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +225,7 @@ def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, na
             for row, of_row in log_probs.items():
                 torch.testing.assert_close(of_row, right_log_probs[row], rtol=5e-6, atol=5e-6)
             assert gradient.keys() == right.keys()
-            assert worst(gradient, right) < 5e-6, family
+            assert worst(gradient, right) < ROUNDING.get(family, 5e-6), family
             assert norm == pytest.approx(right_norm, rel=5e-6)
 
 
