@@ -216,7 +216,7 @@ def _working(run: PlannedRun, phase: str) -> Bytes:
             by_rows = (run.on_cpu or shard.computed == FULL) and not budget.padded
             activations = shard.activations(tokens, config.model, by_rows=by_rows)
             logits = shard.logits(tokens, run.device) * (name == "policy")
-            compared = [max((one.compared(tokens) for one in each), default=0) for each in run.compared]
+            compared = [max((model.compared(tokens) for model in each), default=0) for each in run.compared]
             activations += sum(compared) * (name == "policy")
             needs.append(Bytes(gathered=shard.gathered + shard.reduced, activations=activations, logits=logits))
             if not config.fsdp.offload_policy or run.on_cpu:  # else the optimizer steps in host memory
