@@ -171,6 +171,9 @@ def test_a_context_that_is_too_long_is_cut_in_its_middle_and_never_the_response(
     (context,), metrics = (lambda found: (read(found[0]), found[1]))(contexts(teacher("feedback"), longest=50)([group]))
     assert len(context) <= 48 and context.startswith("q|aaaa") and context.endswith("bbbb") and " [...] " in context
     assert metrics["distillation/cut_contexts"] == 1
+    for longest in range(40, 60):  # with the two tokens of the response
+        (context,) = read(contexts(teacher("feedback"), longest=longest)([group])[0])
+        assert longest - 4 <= len(context) + 2 <= longest
     assert read(contexts(teacher("feedback"), longest=12)([group])[0]) == ["-"]  # nothing of it fits
 
 
@@ -215,6 +218,7 @@ def test_a_teacher_with_a_prompt_of_its_own_reads_what_its_tokenizer_makes_of_th
         for each, number in zip(group, (1, 0), strict=True)
     ]
     assert read(contexts(own, informed)([numbered])[0]) == ["#q|41", "#q"]
+    assert read(contexts(teacher("column:answer"), own)([numbered])[0]) == ["#q", "q|41"]
 
 
 def test_what_an_endpoint_is_sent_is_known_before_the_score() -> None:

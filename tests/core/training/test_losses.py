@@ -364,3 +364,18 @@ def test_each_of_several_teachers_has_the_mean_divergence_of_its_own_tokens(part
     assert kl_of_teachers(metrics) == pytest.approx({"distillation/near/kl": 2, "distillation/far/kl": 9})
     assert metrics["distillation/near/share"] + metrics["distillation/far/share"] == pytest.approx(1)
     assert metrics["distillation/absent/share"] == 0
+
+
+def test_a_divergence_is_bounded_on_both_sides(part):
+    """log p - log q is -5 at each token; beyond -1 it has no gradient."""
+    rows = replace(part, carried={"teacher_log_probs": torch.zeros(len(part.response_ids))})
+    loss = replace(
+        LOSS,
+        correction=None,
+        terms=loss_terms(None, teaching=replace(SAMPLED_TEACHER, parameters={"form": "k1", "most": 1.0})),
+    )
+    outputs = TokenOutputs(torch.full((len(part.response_ids),), -5.0, requires_grad=True))
+    total, shares = policy_loss(outputs, rows, Divisors.of(rows, []), loss)
+    total.backward()
+    assert float(total) == pytest.approx(-1) and float(shares["distillation/clamped_share"]) == pytest.approx(1)
+    assert float(shares["distillation/kl"]) == pytest.approx(-5) and not required(outputs.log_probs.grad).any()
