@@ -171,9 +171,11 @@ def test_a_context_that_is_too_long_is_cut_in_its_middle_and_never_the_response(
     (context,), metrics = (lambda found: (read(found[0]), found[1]))(contexts(teacher("feedback"), longest=50)([group]))
     assert len(context) <= 48 and context.startswith("q|aaaa") and context.endswith("bbbb") and " [...] " in context
     assert metrics["distillation/cut_contexts"] == 1
-    for longest in range(40, 60):  # with the two tokens of the response
-        (context,) = read(contexts(teacher("feedback"), longest=longest)([group])[0])
-        assert longest - 4 <= len(context) + 2 <= longest
+    response = Turn([1], np.arange(20), np.zeros(20, np.float32), 0, "stop")
+    longer = [replace(group[0], trajectory=Trajectory([response]))]
+    for longest in range(60, 80):  # with the 20 tokens of the response
+        (context,) = read(contexts(teacher("feedback"), longest=longest)([longer])[0])
+        assert longest - 4 <= len(context) + 20 <= longest
     assert read(contexts(teacher("feedback"), longest=12)([group])[0]) == ["-"]  # nothing of it fits
 
 
