@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 1986,
     "compat": 3224,
     "config": 5373,
-    "core": 13931,
+    "core": 13936,
     "data": 2060,
     "doctor": 4658,
     "environments": 180,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1942,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 57561
+TOTAL = 57566
 FILES = {"core": 73, "hybridrl": 273}
 KEYS = 457  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

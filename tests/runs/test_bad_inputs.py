@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from hybridrl import main_ppo
 from hybridrl.checkpoint.store import Store
+from hybridrl.config import ConfigError
 from hybridrl.runs import command, prepare, setup
 from tests.scripts import run_script
 
@@ -446,3 +449,9 @@ def test_a_teacher_with_another_chat_template_is_named_with_both_texts(answer, p
     teacher = "+distillation.teacher_models.teacher_model.model_path=other_template", "distillation.enabled=true"
     given = answer(*teacher)
     assert given.started and "m_start|> user" in given.text and "where the policy's has 'im_start|>user" in given.text
+
+
+def test_supervised_fine_tuning_has_no_key_of_reward_models():
+    config = SimpleNamespace(data=None, model=None, pairs=SimpleNamespace(center=0.1))
+    with pytest.raises(ConfigError, match="pairs.center is a key of reward models; train one: hybridrl rm"):
+        prepare.load_sft_inputs(cast(Any, config))

@@ -86,11 +86,12 @@ class ComparedTables:
     """One other model in a chunk: its logits, and the policy's divergence from it. A chunk calls the methods in
     their order."""
 
-    def __init__(self, head: Head, divergence: Divergence, rows: int, tokens: int) -> None:
-        """Allocate tables for the tokens of both this head and the policy's, which has this number of rows."""
+    def __init__(self, head: Head, divergence: Divergence, rows: int, tokens: int, *, teaches: bool) -> None:
+        """Allocate tables for the tokens of both this head and the policy's, which has this number of rows. `unreached`
+        is that of a model that teaches."""
         self.head, (self.kind, self.beta, _) = head.first(rows), divergence
         self.rows = len(self.head.weight)
-        self.has_fewer = self.rows < rows
+        self.has_fewer, self.teaches = self.rows < rows, teaches
         shape = TABLES[self.kind], tokens, self.rows
         self.tables = list(head.weight.new_empty(shape, dtype=torch.float32))
 
@@ -101,7 +102,8 @@ class ComparedTables:
         q = torch.exp(logits, out=self.others[0] if self.others else scratch[:, : self.rows])
         total = q.sum(-1, keepdim=True)
         self.normaliser = total.log()
-        self.measured = q[::MEASURED] / total[::MEASURED]
+        if self.teaches:
+            self.measured = q[::MEASURED] / total[::MEASURED]
         if self.others:
             q.div_(total)
 
@@ -119,8 +121,9 @@ class ComparedTables:
             share = p.sum(-1, keepdim=True)
             p = p / share
             gaps.sub_(share.log())
-        unreached = (self.measured * (p[::MEASURED] < UNREACHED)).sum(-1)
-        self.unreached = unreached.repeat_interleave(MEASURED)[: len(p)]
+        if self.teaches:
+            unreached = (self.measured * (p[::MEASURED] < UNREACHED)).sum(-1)
+            self.unreached = unreached.repeat_interleave(MEASURED)[: len(p)]
         match self.kind:
             case "reverse_kl":
                 value = self.level = expected(gaps, p)

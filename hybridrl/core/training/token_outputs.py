@@ -97,7 +97,9 @@ class LogitTables:
         self.head, self.spec = head, spec
         self.tables = list(head.weight.new_empty((1 + spec.entropies, tokens, rows), dtype=torch.float32))
         self.compared = [
-            ComparedTop(kind, rows) if isinstance(other, TopTokens) else ComparedTables(other.head, kind, rows, tokens)
+            ComparedTop(kind, rows)
+            if isinstance(other, TopTokens)
+            else ComparedTables(other.head, kind, rows, tokens, teaches=other is spec.teacher)
             for other, kind in spec.compared
         ]
 

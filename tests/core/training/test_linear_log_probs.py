@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.config.catalog import Divergence
+from hybridrl.core.training import heads
 from hybridrl.core.training.heads import Head, LogitRule, ReferenceOutputs
 from hybridrl.core.training.token_outputs import OutputSpec, TokenOutputs, token_outputs, tokens_at_once
 from hybridrl.required import required
@@ -21,6 +22,7 @@ from tests.core.training.head_cases import (
     case,
     check,
     chunks_of,
+    full,
     gradients,
     loss,
     loss_gradient,
@@ -106,6 +108,15 @@ def test_the_divergence_from_a_teacher_is_over_the_tokens_that_both_have(early, 
     with pytest.MonkeyPatch.context() as patch:
         chunks_of(tokens, patch)
         check(case(seed, divergence=kind, entropy_gradient=True, loss_gradient=early, **options))
+
+
+def test_what_samples_do_not_reach_is_that_of_every_eighth_token_of_a_chunk(monkeypatch):
+    made = case(divergence=Divergence("forward_kl"))
+    monkeypatch.setattr(heads, "UNREACHED", 0.03)
+    exact = required(full(made).unreached)
+    assert len({*exact.tolist()}) > 2
+    nine = [0] * 8 + [8]
+    torch.testing.assert_close(required(made.outputs().unreached).double(), exact[nine], atol=1e-6, rtol=1e-5)
 
 
 P, Q = [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]  # of three tokens
