@@ -453,5 +453,5 @@ def test_a_teacher_with_another_chat_template_is_named_with_both_texts(answer, p
 
 def test_supervised_fine_tuning_has_no_key_of_reward_models():
     config = SimpleNamespace(data=None, model=None, pairs=SimpleNamespace(center=0.1))
-    with pytest.raises(ConfigError, match="pairs.center is a key of reward models; train one: hybridrl rm"):
+    with pytest.raises(ConfigError, match="is a key of reward models; train one: hybridrl rm"):
         prepare.load_sft_inputs(cast(Any, config))
