@@ -87,8 +87,8 @@ class ComparedTables:
     their order."""
 
     def __init__(self, head: Head, divergence: Divergence, rows: int, tokens: int, *, teaches: bool) -> None:
-        """Allocate tables for the tokens of both this head and the policy's, which has this number of rows. `unreached`
-        is that of a model that teaches."""
+        """Allocate tables for the tokens of both this head and the policy's, which has this number of rows. The
+        mass that the policy does not reach is computed for a teacher alone."""
         self.head, (self.kind, self.beta, _) = head.first(rows), divergence
         self.rows = len(self.head.weight)
         self.has_fewer, self.teaches = self.rows < rows, teaches
