@@ -22,6 +22,7 @@ from hybridrl import plugins
 
 TEACHER, TEACHER_TOP = "teacher", "teacher_top"
 CONTEXT, CONTEXT_LENGTHS = "context_ids", "context_lengths"
+PICTURES, PICTURE_DIGEST, PICTURE_START = "pictures", "picture_digest", "picture_start"
 UNROUTED = -1  # in `routes`, of a token that the engine has not computed: the router chooses
 Fields = Mapping[str, np.ndarray]
 
@@ -60,6 +61,7 @@ class Encoded:
 # A scored prompt: of each token (the first: zeros), then of the k most probable ones, id, log-prob and rank [1 + k, 3].
 # Routes: the experts that a mixture's routers chose [tokens, layers, experts of a token] int16, for all tokens of
 # prompt and response but the last, which the engine does not compute. Layers without experts have arbitrary numbers.
+# Pictures (core/pictures.py): their number in a row, digests [pictures] int64, and first tokens [pictures] int32.
 FIELDS = {
     TEACHER: Carried("row", absent=-1, filled_by="prompt"),
     "taught": Carried("row", filled_by="prompt"),
@@ -69,6 +71,9 @@ FIELDS = {
     CONTEXT: Carried("items", lengths=CONTEXT_LENGTHS, stored=False, enters=True, filled_by="batch"),
     CONTEXT_LENGTHS: Carried("row", stored=False, filled_by="batch"),
     "routes": Carried("token", absent=UNROUTED, enters=True),
+    PICTURES: Carried("row", filled_by="prompt"),
+    PICTURE_DIGEST: Carried("items", PICTURES, join="concatenate", enters=True, identity=True, filled_by="prompt"),
+    PICTURE_START: Carried("items", PICTURES, join="places", enters=True, identity=True, filled_by="prompt"),
 }
 
 

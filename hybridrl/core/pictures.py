@@ -1,0 +1,75 @@
+"""Pictures between data, engines and training ranks. A picture is known by the digest of its pixels: everything that
+travels with a row or a request names it, and the pixels are stored once per machine.
+
+    row -> load: its size, and from that its tokens -> draw: pixels, digest -> PictureStore
+                                                                                    |
+        Request.carried, Turn.carried, Batch.carried: digest and start      handles by digest
+                                                                                    |
+                                                        rollout servers and training ranks, once per call
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, Encoded
+
+Pixels = Mapping[str, np.ndarray]  # what a model's processor makes of one picture, such as pixel_values and its grid
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """A picture as the models of a run read it. Its pixels are freed with the last prompt that holds it."""
+
+    digest: int  # int64, of the pixels
+    tokens: int  # placeholders that it has in a prompt
+    pixels: Any  # what the store's `put` returned for them
+
+
+class PictureStore:
+    """The pictures of the prompts that are in use. `put` stores pixels, once per machine for all processes, and returns
+    their handle."""
+
+    def __init__(self, put: Callable[[Pixels], Any] = dict) -> None:
+        self._put = put
+        self._held: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+
+    def add(self, pixels: Pixels, tokens: int) -> Picture:
+        """Return the picture with these pixels, which are stored unless they already are."""
+        digest = digest_of(pixels)
+        if (picture := self._held.get(digest)) is None:
+            self._held[digest] = picture = Picture(digest, tokens, self._put(pixels))
+        return picture
+
+    def handles(self, digests: Iterable[int]) -> dict[int, Any]:
+        """Return the handles of the pixels of these pictures; KeyError if no prompt holds one of them."""
+        return {digest: self._held[digest].pixels for digest in {*digests}}
+
+
+def digest_of(pixels: Pixels) -> int:
+    """Return 64 bits that depend on the names, shapes, types and values of these arrays."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, array in sorted(pixels.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array))
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def expanded(ids: Sequence[int], placeholder: int, pictures: Sequence[Picture]) -> Encoded:
+    """Return a prompt whose ids have one placeholder per picture, with as many as each has tokens, and the fields that
+    name the pictures. Raises ValueError if the numbers of placeholders and pictures differ."""
+    ones = np.asarray(ids, dtype=np.int64)
+    places = np.flatnonzero(ones == placeholder)
+    if len(places) != len(pictures):
+        raise ValueError(f"the prompt has places for {len(places)} pictures, and {len(pictures)} pictures")
+    if not pictures:
+        return Encoded(list(ids))
+    repeats, tokens = np.ones(len(ones), dtype=np.int64), np.array([picture.tokens for picture in pictures])
+    repeats[places] = tokens
+    starts = (repeats.cumsum() - repeats)[places].astype(np.int32)
+    digests = np.array([picture.digest for picture in pictures], dtype=np.int64)
+    return Encoded(ones.repeat(repeats).tolist(), {PICTURE_DIGEST: digests, PICTURE_START: starts})
