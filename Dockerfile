@@ -19,7 +19,7 @@ WORKDIR /opt/hybridrl
 
 # Dependencies before code: a change of the code alone builds in seconds. A GPU is not visible while an image is built,
 # hence the argument.
-COPY --chown=trainer LICENSE README.md pyproject.toml setup.py ./
+COPY --chown=trainer LICENSE README.md hybridrl_torchvision.py pyproject.toml setup.py ./
 COPY --chown=trainer scripts/install.sh scripts/install.sh
 COPY --chown=trainer hybridrl/__init__.py hybridrl/__init__.py
 RUN PIP_NO_CACHE_DIR=1 bash scripts/install.sh "$DEVICE"

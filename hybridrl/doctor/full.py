@@ -91,7 +91,7 @@ def check_extensions(findings: Findings) -> None:
             last = [f"exit status {ended.returncode}", *ended.stderr.strip().splitlines()][-1]
             cause = f"{name} does not work with torch {version_of('torch')} ({last:.160}), and "
             cause += "models then fail to import"
-            findings.warn("versions.extension", cause, f"{fix} (text models do not need it)")
+            findings.warn("versions.extension", cause, f"{fix} (nothing needs it)")
 
 
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------

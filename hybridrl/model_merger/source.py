@@ -320,10 +320,9 @@ def check_in_vllm(source: MergeSource, directory: Path) -> str:
     from vllm import LLM, PoolingParams, SamplingParams
     from vllm.platforms import current_platform
 
-    from hybridrl.core.rollout.vllm.repairs import CPU_ATTENTION, Repaired, prepare_for
+    from hybridrl.core.rollout.vllm.repairs import CPU_ATTENTION, Repaired
 
     prompt = [number * 37 % source.model.config.get_text_config().vocab_size for number in range(PROMPT)]
-    prepare_for(directory)
     try:
         engine = LLM(
             model=str(directory),

@@ -44,8 +44,8 @@ CACHES = {
 }
 # How long the threads of a parallel operation spin while they wait for each other (core/spinning.py).
 WAITING = {"GOMP_SPINCOUNT": "300000", "OMP_WAIT_POLICY": "PASSIVE"}
-# Text models do not need them, but transformers and vLLM import them if installed. Each is built for one torch.
-EXTENSIONS = ("torchvision", "torchaudio", "torchcodec")
+# Nothing needs them, but transformers and vLLM import them if installed. Each is built for one torch.
+EXTENSIONS = ("torchaudio", "torchcodec")
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -205,12 +205,13 @@ def fork_server(device: str, ray_init: dict, devices: int, *, engine: str) -> It
 
 def reject_foreign_builds(machine: str = platform.machine()) -> None:
     """Raise ConfigError if EXTENSIONS are builds for CUDA and torch is one for CPUs: transformers then fails to
-    import models. On x86 the builds of the Python Package Index are for CUDA; others have their kind in the version."""
-    builds = {}
-    for name in ("torch", *EXTENSIONS):
+    import models. On x86 the builds of the Python Package Index are for CUDA; others have their kind in the version.
+    Such a torchvision needs hybridrl_torchvision, which the wheel and scripts/install.sh install."""
+    builds, extensions = {}, EXTENSIONS if "hybridrl_torchvision" in sys.modules else ("torchvision", *EXTENSIONS)
+    for name in ("torch", *extensions):
         with suppress(PackageNotFoundError):
             builds[name] = version(name)
-    foreign = [name for name in EXTENSIONS if "+" not in builds.get(name, "+")]
+    foreign = [name for name in extensions if "+" not in builds.get(name, "+")]
     if machine == "x86_64" and builds.get("torch", "").endswith("+cpu") and foreign:
         named = ", ".join(f"{name} {builds[name]}" for name in foreign)
         cause = f"{named}: built for CUDA, and torch {builds['torch']} is not, so that models cannot be imported"

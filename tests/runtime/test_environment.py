@@ -127,18 +127,23 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "torchvision", "machine", "said"),
+    ("torch", "torchvision", "machine", "repaired", "said"),
     [
-        ("2.13.0+cpu", "0.28.0", "x86_64", "torchvision 0.28.0, torchcodec 0.17: built for CUDA, and torch 2.13.0+cpu"),
-        ("2.13.0+cpu", "0.28.0+cpu", "x86_64", "torchcodec 0.17: built for CUDA"),
-        ("2.13.0+cpu", "0.28.0", "aarch64", ""),  # where the index has builds for CPUs
-        ("2.13.0", "0.28.0", "x86_64", ""),
-        ("", "0.28.0", "x86_64", ""),
+        ("2.13.0+cpu", "0.28.0", "x86_64", True, "torchcodec 0.17: built for CUDA, and torch 2.13.0+cpu"),
+        ("2.13.0+cpu", "0.28.0", "x86_64", False, "torchvision 0.28.0, torchcodec 0.17: built for CUDA, and torch"),
+        ("2.13.0+cpu", "0.28.0+cpu", "x86_64", False, "torchcodec 0.17: built for CUDA"),
+        ("2.13.0+cpu", "0.28.0", "aarch64", False, ""),  # where the index has builds for CPUs
+        ("2.13.0", "0.28.0", "x86_64", False, ""),
+        ("", "0.28.0", "x86_64", False, ""),
     ],
 )
 def test_builds_for_cuda_beside_a_torch_for_cpus_are_named_with_the_command(
-    monkeypatch: pytest.MonkeyPatch, torch: str, torchvision: str, machine: str, said: str
+    monkeypatch: pytest.MonkeyPatch, torch: str, torchvision: str, machine: str, repaired: bool, said: str
 ) -> None:
+    """`repaired`: hybridrl_torchvision makes torchvision importable."""
+    monkeypatch.setitem(sys.modules, "hybridrl_torchvision", environment)
+    if not repaired:
+        del sys.modules["hybridrl_torchvision"]
     installed = {"torch": torch, "torchvision": torchvision, "torchcodec": "0.17"}
 
     def version(name: str) -> str:

@@ -8,6 +8,7 @@ checked when the model is loaded (core/training/lora.py).
 import json
 import re
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ AUXILIARY_LOSS = ("output_router_logits", "router_aux_loss_coef")
 
 RECURRENT = re.compile("linear_(num|conv)|mamba_|ssm_|conv_L_cache")  # settings of layers with a recurrent state
 DELTA_RULE = "linear_num_value_heads"  # a setting of layers with a gated delta rule, as in Qwen3-Next and Qwen3.5
+# Text models whose module in vLLM imports a processor of pictures, and so torchvision. All models that see do.
+IMPORT_TORCHVISION = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 DELTA_RULE_KERNELS = "fla"  # the package that transformers trains them with, if it is installed
 # Names of families that read images or sounds, for models without a config.json.
 MULTIMODAL = re.compile(
@@ -206,6 +209,11 @@ def check_served(key: str, model: ModelConfig, rollout: RolloutConfig, device: s
     settings = model_settings(model) | usable
     if reason := why_not_served(settings, rollout.max_model_len or 0, rollout.name, device):
         check.error(f"{key}.path", reason)
+    needs_torchvision = settings.get("vision_config") or {*settings.get("architectures", ())} & {*IMPORT_TORCHVISION}
+    if needs_torchvision and rollout.name == "vllm" and find_spec("torch") and find_spec("torchvision") is None:
+        index = " --extra-index-url https://download.pytorch.org/whl/cpu" if device == "cpu" else ""
+        fix = f"pip install torch=={version('torch')} torchvision{index}"
+        check.error(f"{key}.path", "vLLM needs torchvision for this model, and it is not installed", fix)
     heads = settings.get("num_attention_heads")
     ranks, groups = rollout.tensor_model_parallel_size, settings.get("num_key_value_heads") or heads
     if heads and not _divides(ranks, heads, groups):

@@ -55,7 +55,6 @@ class VllmEngine:
     def __init__(self, device: str, model: ModelConfig, rollout: RolloutConfig, engines_per_machine: int) -> None:
         os.environ[LIBRARIES] = json.dumps(model.external_lib)  # read by worker.py, also in further processes
         import_libraries(model.external_lib)
-        repairs.prepare_for(resolve_model(model.path))
         self.device, self.sleeps, self.model = device, rollout.free_cache_engine, model
         self.delivers_routes = device == "cpu" and bool(rollout.enable_rollout_routing_replay)
         self.adapted = bool(model.lora_rank) and not model.lora.merge

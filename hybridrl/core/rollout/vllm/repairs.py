@@ -1,36 +1,15 @@
-"""Fixes for bugs and needless imports of vLLM, applied in every process that imports this module."""
+"""Fixes for bugs of vLLM, applied in every process that imports this module."""
 
 import importlib
-import json
-import os
-import sys
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from transformers.utils import is_torchvision_available
-from vllm import ModelRegistry
 from vllm.model_executor.layers.activation import XIELU
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-# Set if a text model of Qwen3.5 is served: its module in vLLM imports an image processor that needs torchvision, which
-# a CPU installation does not have and a text model does not use.
-WITHOUT_TORCHVISION = "HYBRIDRL_WITHOUT_TORCHVISION"
-QWEN3_5 = "vllm.model_executor.models.qwen3_5"
-TEXT_MODELS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
-IMAGE_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-STAND_INS = (
-    "torchvision",
-    "torchvision.transforms",
-    "torchvision.transforms.v2",
-    "torchvision.transforms.v2.functional",
-)
-
 
 # Arguments of an engine on CPU. On a processor with AMX, vLLM selects kernels for latent attention that support only
 # bfloat16. They replace the weights by a packed copy, so that a weight sync does not find them.
@@ -39,33 +18,6 @@ CPU_ATTENTION = {"attention_backend": "CPU_MLA"} if "CPU_MLA" in AttentionBacken
 
 class Repaired:
     """vLLM's `worker_extension_cls`: it makes an engine's processes import this module."""
-
-
-def prepare_for(directory: Path) -> None:
-    """Call before an engine for this model is created; its processes inherit the environment variable set here."""
-    file = directory / "config.json"
-    architectures = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else None
-    if set(architectures or []) & set(TEXT_MODELS) and not is_torchvision_available():
-        os.environ[WITHOUT_TORCHVISION] = "1"
-        _import_without_torchvision()
-
-
-def _import_without_torchvision() -> None:
-    """Import the image processor with empty modules in place of torchvision, and register the text models as classes:
-    by name vLLM would inspect them in another process, which lacks these imports."""
-    if is_torchvision_available():  # transformers caches this, so it never takes the stand-ins for the library
-        return
-    stand_ins = {name: ModuleType(name) for name in STAND_INS}
-    vars(stand_ins["torchvision.transforms.v2"])["functional"] = stand_ins["torchvision.transforms.v2.functional"]
-    sys.modules |= stand_ins
-    try:
-        importlib.import_module(IMAGE_PROCESSOR)
-    finally:
-        for name in STAND_INS:
-            del sys.modules[name]
-    module = importlib.import_module(QWEN3_5)
-    for name in TEXT_MODELS:
-        ModelRegistry.register_model(name, getattr(module, name))
 
 
 def _rotate_by_heads(rotary: type) -> None:
@@ -129,5 +81,3 @@ if current_platform.is_cpu():
     _rotate_by_heads(RotaryEmbedding)
     with suppress(ImportError):  # older versions have no such router
         _route_in_one_group(importlib.import_module("vllm.model_executor.layers.fused_moe.router.cpu_router").CPURouter)
-if os.environ.get(WITHOUT_TORCHVISION):
-    _import_without_torchvision()
