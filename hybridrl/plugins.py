@@ -14,6 +14,7 @@ distributions, which replace a name or add one by an entry point of the group `h
     "signal.mine" = "my_package.fields:SIGNAL"            # fills it before the advantages: a core.algorithms Signal
     "model.other" = "my_package.models:other"             # other(configuration): a frozen RankModel that a signal names
     "term.mine" = "my_package.losses:TERM"                # terms=("mine",) of a custom loss: a config.catalog.LossTerm
+    "vision.mine" = "my_package.models:MINE"              # models of type mine that see: a core.training VisionFamily
 
 This module imports nothing of hybridrl; `load` imports the object of a name.
 """
@@ -40,6 +41,10 @@ PLUGINS = {
     "engine.sglang": "hybridrl.core.rollout.sglang.settings:SGLANG",
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "trial.episodes": "hybridrl.agents.endpoint.episodes:TRIAL",  # a runs.trials.Trial of a run's rows
+    **dict.fromkeys(
+        [f"vision.{kind}" for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")],
+        "hybridrl.core.training.vision:GRID",  # models that see, by their type
+    ),
     "translation": "hybridrl.compat.translation:VERL",  # for arguments and keys that are not hybridrl's
 }
 _loaded: set[str] = set()  # names that this process has used
@@ -63,7 +68,8 @@ def load(name: str) -> Any:
 
 
 def names(kind: str) -> list[str]:
-    """Return names by kind: carried, command, doctor, engine, fault, reward_manager, rows, signal, term or trial."""
+    """Return the names of a kind: carried, command, doctor, engine, fault, reward_manager, rows, signal, term, trial or
+    vision."""
     return [name.removeprefix(f"{kind}.") for name in places_by_name() if name.startswith(f"{kind}.")]
 
 

@@ -13,6 +13,7 @@ TREES = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TOP.glob
 CAUGHT = {
     "ActorLost", "NoScore", "OutOfTime", "SandboxError", "_MemoryExceeded", "NoMessage", "CheckFailed", "RunFailed",
     "CommandFailed", "Unreadable", "EpisodeFault", "ToolError", "TagError", "RequestFault", "UserCodeError",
+    "PictureFault",
 }  # fmt: skip
 
 

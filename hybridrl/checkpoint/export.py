@@ -17,11 +17,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Transpose, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -45,12 +47,52 @@ class Part:
 
     names: tuple[str, ...]
     published: dict[str, Tensor]
+    converted: bool = False  # whether names, shapes or the order of values differ from the model's
 
     def publish(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert the tensors of this part to tensors of a published checkpoint."""
-        if self.names == tuple(self.published):
+        if not self.converted:
             return dict(tensors)
-        return revert_weight_conversion(model, dict(tensors))
+        return published(model, dict(tensors))
+
+
+class TransposeExperts(Transpose):
+    """The experts of Qwen3-VL-MoE, which are transposed in published files. transformers (5.19) compares shapes alone:
+    it does not transpose them back, and never where the layers are square."""
+
+    def convert(self, input_dict: dict[str, Any], **options: Any) -> dict[str, Tensor]:
+        """Transpose unless the file has the model's shape, as transformers itself saves it, or if both are square."""
+        tensor = next(iter(input_dict.values()))
+        tensor = tensor[0] if isinstance(tensor, list) else tensor
+        name = self.get_target_pattern(input_dict, options["source_patterns"], options["target_patterns"])
+        ours = options["model"].get_parameter(options["full_layer_name"]).shape[1:]
+        as_saved = tensor.shape[1:] == ours and ours[0] != ours[1]
+        return {name: tensor if as_saved else tensor.transpose(1, 2).contiguous()}
+
+    @property
+    def reverse_op(self) -> Transpose:
+        return Transpose(1, 2)
+
+
+def conversions(model: PreTrainedModel, **options: Any) -> list[Any]:
+    """Return transformers' conversions from published names and shapes to the model's."""
+    mapping = get_model_conversion_mapping(model, **options)
+    for conversion in mapping:
+        operations = getattr(conversion, "operations", ())
+        if any(isinstance(operation, Transpose) and operation.check_dims for operation in operations):
+            conversion.operations = [TransposeExperts(1, 2)]
+    return mapping
+
+
+def published(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert tensors of a model to those of a published checkpoint, in the family's standard form."""
+    mapping = conversions(model, add_legacy=False)
+    # The change of a prefix is one of the file that was read; None: no conversion.
+    model._weight_conversions = [each for each in mapping if type(each).__name__ != "PrefixChange"] or None
+    try:
+        return revert_weight_conversion(model, tensors)
+    finally:
+        model._weight_conversions = None
 
 
 def own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -69,11 +111,11 @@ def parts(model: PreTrainedModel, dtype: torch.dtype | None = None) -> list[Part
     result = []
     for _, names in groupby(own, lambda name: LAYER.match(name)[0]):
         group = {name: own[name] for name in names}
-        published = revert_weight_conversion(model, group)
-        same = [name for name in group if name in published and published[name].shape == group[name].shape]
+        converted = published(model, group)
+        same = [name for name in group if converted.get(name) is group[name]]
         result += [Part((name,), {name: group[name]}) for name in same]
         if others := tuple(name for name in group if name not in same):
-            result.append(Part(others, {name: published[name] for name in published if name not in same}))
+            result.append(Part(others, {name: converted[name] for name in converted if name not in same}, True))
     return result
 
 
@@ -82,7 +124,7 @@ def as_published(saved: Tensors, model: PreTrainedModel) -> Tensors:
     converted = {
         name: part
         for part in parts(model)
-        if part.names != tuple(part.published) and saved.meta.keys() >= set(part.names)
+        if part.converted and saved.meta.keys() >= set(part.names)
         for name in part.published
     }
     if not converted:
@@ -92,13 +134,13 @@ def as_published(saved: Tensors, model: PreTrainedModel) -> Tensors:
     meta |= {name: part.published[name].to(saved.meta[part.names[0]].dtype) for name, part in converted.items()}
 
     @lru_cache(maxsize=1)  # the tensors of one part are read one after another
-    def published(names: tuple[str, ...]) -> dict[str, Tensor]:
-        return revert_weight_conversion(model, {name: saved.read(name) for name in names})
+    def converted_part(names: tuple[str, ...]) -> dict[str, Tensor]:
+        return published(model, {name: saved.read(name) for name in names})
 
     def chunks(name: str) -> Iterable[Chunk]:
         if name not in converted:
             return saved.chunks(name)
-        return [([0] * meta[name].dim(), published(converted[name].names)[name])]
+        return [([0] * meta[name].dim(), converted_part(converted[name].names)[name])]
 
     return replace(saved, meta=meta, chunks=chunks)
 

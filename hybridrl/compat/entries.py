@@ -1,12 +1,15 @@
 """Entries of a system's table, each for the keys matching its patterns, and entries computed from several keys."""
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.findings import show
 
 KINDS = ("rejected", "combined", "translated", "ignored", "otherwise")  # in the order in which they are consulted
@@ -126,6 +129,14 @@ def argument_of_reward(key: str) -> str:
     return key.replace(place, "reward.custom_reward_function.reward_kwargs.") if is_argument else key
 
 
+def _patch_size(value: Any, values: Mapping[str, Any]) -> str:
+    """Return the fix for a size of patches that the processor of a local model does not have."""
+    file = Path(str(values.get("actor_rollout_ref.model.path"))).expanduser() / "preprocessor_config.json"
+    settings = attempt(lambda: json.loads(file.read_text(encoding="utf-8")))
+    size = settings.get("patch_size", value) if isinstance(settings, dict) else value
+    return "" if str(size) == str(value) else f"set {size}, or leave it out"
+
+
 def _batch_of_sync(step: Any, values: Mapping[str, Any]) -> str:
     """Name the batch with `step` updates; "" if verl does not read the key or if it is the present batch."""
     if values.get(MODE) != "separate_async":
@@ -212,6 +223,12 @@ OF_VERL = [
         is_same=True,
     ),
     combined_entry("async_training.compute_prox_log_prob", "", {BYPASS: False}, silent=[False]),
+    Entry(
+        "rejected",
+        ["data.image_patch_size"],
+        "pictures are cut into patches as the model's processor states",
+        fix=_patch_size,
+    ),
     Entry(
         "rejected",
         ["trainer.v1.separate_async.parameter_sync_step"],

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from hybridrl import plugins
 from hybridrl.config.values import AboveZero, Aggregation, NonNegative, ShareAboveZero
 
 # Fields of the batch that an estimator may read in addition to rewards. The critic fills `values`, a greedy response
@@ -232,8 +233,12 @@ UNKNOWN_ATTENTION = "which the trainer's attention for packed rows does not have
 # Setting or word in `layer_types` -> its kind of attention, which packed rows do not support.
 OTHER_ATTENTION = {"attention_chunk_size": CHUNKED, "index_topk": INDEXED}
 OTHER_LAYERS = {"chunked": CHUNKED, "indexed": INDEXED, "sparse": "sparse attention", "compressed": "compressed keys"}
+BOTH_WAYS = "its tokens of a picture attend to later ones of the picture"
+SOUNDS = "sounds are not trained"
 # Model type -> why no model of this family can be trained.
 NOT_TRAINED = {
+    **dict.fromkeys(("gemma3", "gemma4", "paligemma"), f"{BOTH_WAYS}, {UNKNOWN_ATTENTION}"),
+    "gemma3n": f"{BOTH_WAYS}, {UNKNOWN_ATTENTION}; and {SOUNDS}",
     **dict.fromkeys(("llama4", "llama4_text"), f"{CHUNKED}, {UNKNOWN_ATTENTION}"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), f"{INDEXED}, {UNKNOWN_ATTENTION}"),
     "phimoe": "its routers choose experts at random in training, and router_jitter_noise is a threshold of that "
@@ -250,9 +255,12 @@ def why_unsupported(settings: Mapping[str, Any]) -> str | None:
         return f"model_type={kind}: an encoder and a decoder; only decoder-only models are trained"
     if kind in NOT_TRAINED:
         return f"model_type={kind}: {NOT_TRAINED[kind]}"
-    for name in ("vision_config", "audio_config", "thinker_config"):
+    for name in ("audio_config", "thinker_config"):
         if settings.get(name):
-            return f"{name}: the model reads more than text, which is not trained yet"
+            return f"{name}: {SOUNDS}"
+    if settings.get("vision_config") and kind not in plugins.names("vision"):
+        families = ", ".join(sorted(plugins.names("vision")))
+        return f"model_type={kind}: of the models that read pictures, these families are trained: {families}"
     for name, meaning in OTHER_ATTENTION.items():
         if settings.get(name):
             return f"{name}={settings[name]}: {meaning}, {UNKNOWN_ATTENTION}"
@@ -263,7 +271,8 @@ def why_unsupported(settings: Mapping[str, Any]) -> str | None:
     if quantized := settings.get("quantization_config"):
         method = quantized.get("quant_method", "unknown")
         return f"quant_method={method}: quantized weights cannot be trained; name the original model"
-    return None
+    text = settings.get("text_config")  # a model that sees has one
+    return why_unsupported(text) if isinstance(text, Mapping) and text is not settings else None
 
 
 def disturbances(settings: Mapping[str, Any]) -> dict[str, float]:

@@ -17,6 +17,7 @@ from hybridrl.config.schema_parts import (
     RayOptions,
     RewardConfig,
     RolloutConfig,
+    SamplerConfig,
     V1Config,
 )
 from hybridrl.config.teachers import DistillationConfig
@@ -44,11 +45,6 @@ class CustomDatasetConfig(Section):
     name: str | None
 
 
-class SamplerConfig(Section):
-    class_path: Script | None
-    class_name: str | None
-
-
 class RowsConfig(Section):
     """The keys of the section `data` for both training and supervised fine-tuning."""
 
@@ -70,6 +66,8 @@ class DataConfig(RowsConfig):
     curriculum: Curriculum
     reward_fn_key: str
     ground_truth_key: str | None
+    image_key: str
+    mm_processor_kwargs: dict[str, Any]
     max_prompt_length: values.Positive
     max_response_length: values.Positive
     gen_batch_size: values.Positive | None
@@ -184,6 +182,7 @@ class ActorConfig(Section):
     kl_loss_type: values.KLForm
     grad_clip: values.Limit
     router_replay: RouterReplayConfig
+    freeze_vision_tower: bool
     optim: OptimizerConfig
     fsdp_config: FSDPConfig
     checkpoint: CheckpointConfig

@@ -156,6 +156,11 @@ class RewardKwargsConfig(Section):
     overlong_buffer_cfg: OverlongBufferConfig
 
 
+class SamplerConfig(Section):
+    class_path: Script | None
+    class_name: str | None
+
+
 class PairsConfig(Section):
     center: values.NonNegative | None  # in a resolved configuration a number only where a reward model is trained
 
@@ -289,6 +294,7 @@ class RolloutConfig(Section):
     max_num_batched_tokens: values.Positive
     enable_chunked_prefill: bool
     enable_prefix_caching: bool
+    limit_images: values.Natural | None
     enable_rollout_routing_replay: bool | None
     enforce_eager: bool
     cudagraph_capture_sizes: list[values.Positive]

@@ -11,6 +11,8 @@ travels with a row or a request names it, and the pixels are stored once per mac
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,6 +21,18 @@ import numpy as np
 from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, Encoded
 
 Pixels = Mapping[str, np.ndarray]  # what a model's processor makes of one picture, such as pixel_values and its grid
+PLACEHOLDERS = ("image_token_id", "video_token_id")  # settings of models that see
+NO_PIXELS: Mapping[int, Pixels] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class PixelRule:
+    """The change of stored values to a model's inputs, (value * scale - mean) / std for each channel, as a processor
+    states it. Engines and training ranks apply it to the same stored values."""
+
+    scale: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +51,14 @@ class PictureStore:
     def __init__(self, put: Callable[[Pixels], Any] = dict) -> None:
         self._put = put
         self._held: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self._adding = Lock()  # else two threads would store equal pictures twice
 
     def add(self, pixels: Pixels, tokens: int) -> Picture:
         """Return the picture with these pixels, which are stored unless they already are."""
         digest = digest_of(pixels)
-        if (picture := self._held.get(digest)) is None:
-            self._held[digest] = picture = Picture(digest, tokens, self._put(pixels))
+        with self._adding:
+            if (picture := self._held.get(digest)) is None:
+                self._held[digest] = picture = Picture(digest, tokens, self._put(pixels))
         return picture
 
     def handles(self, digests: Iterable[int]) -> dict[int, Any]:
@@ -50,12 +66,24 @@ class PictureStore:
         return {digest: self._held[digest].pixels for digest in {*digests}}
 
 
+def placeholder_ids(settings: Any) -> list[int]:
+    """Return the ids of pictures, the first one, and of videos, which a model with these settings never samples; empty
+    for a model of text."""
+    names = PLACEHOLDERS if getattr(settings, "vision_config", None) else ()
+    return [number for name in names if (number := getattr(settings, name, None)) is not None]
+
+
+def tokens_of(pixels: Pixels, merged: int) -> int:
+    """Return the tokens of a picture, a grid of patches; `merged` x `merged` of these are a token."""
+    return int(pixels["image_grid_thw"].prod()) // merged**2
+
+
 def digest_of(pixels: Pixels) -> int:
     """Return 64 bits that depend on the names, shapes, types and values of these arrays."""
     digest = hashlib.blake2b(digest_size=8)
     for name, array in sorted(pixels.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
-        digest.update(np.ascontiguousarray(array))
+        digest.update(np.ascontiguousarray(array).data)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.core.batch import Batch, pack
+from hybridrl.data.pictures import multimodal_fault
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
 from hybridrl.data.template_arguments import (
     arguments_read,
@@ -32,7 +33,6 @@ from hybridrl.data.tokenizer import (
     as_messages,
     as_tools,
     encode,
-    multimodal_fault,
     render,
     truncate,
 )

@@ -14,7 +14,8 @@ from hybridrl.config.compose import as_section
 from hybridrl.config.custom_code import calling, construct, load_class
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompts import PromptDataset, with_objects
+from hybridrl.data.formats import with_objects
+from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.rows import Rows
 
 KEY = "data.sampler.class_path"

@@ -27,7 +27,6 @@ Message = dict[str, Any]
 
 CHUNK = 1000  # rows per call of the tokenizer: enough for its threads, few enough for memory
 NO_CALLS = "it leaves out the calls of tools, which the messages have"
-MEDIA = ("images", "videos", "audios")  # verl's columns for content that is not text
 # Templates by name, for models that have none; these are the turn tokens of most other models.
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -76,6 +75,8 @@ def load_tokenizer(
     key = "data.tokenizer" if tokenizer_path else model_key
     path = Path(tokenizer_path or resolve_model(model_path)).expanduser()
     tokenizer = _read(path, key, trust_remote_code)
+    if not tokenizer.chat_template:  # some models that see have it in a file of their processor
+        tokenizer.chat_template = _template_of_processor(path)
     if template := custom_chat_template:  # Jinja text, a file, or a name of the tokenizer's templates or of TEMPLATES
         named = f"{model_key.rpartition('.')[0]}.custom_chat_template={template}"
         begin = "{{ bos_token }}" * (tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id])
@@ -196,6 +197,13 @@ def _read(path: Path, key: str, trust_remote_code: bool) -> PreTrainedTokenizerB
     return tokenizer
 
 
+def _template_of_processor(path: Path) -> str | None:
+    options = {"local_files_only": path.is_dir(), "_raise_exceptions_for_missing_entries": False}
+    file = attempt(partial(cached_file, str(path), "chat_template.json", **options))
+    settings = attempt(lambda: json.loads(Path(file).read_text(encoding="utf-8"))) if isinstance(file, str) else None
+    return settings.get("chat_template") if isinstance(settings, dict) else None
+
+
 def end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
     """Every token that ends a response: end tokens in the model's files, and the one of `tokenizer` if it is given."""
     read = partial(GenerationConfig.from_pretrained, str(resolve_model(model_path)))
@@ -243,7 +251,7 @@ def _as_message(item: Any) -> Message | None:
         texts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
         if not all(isinstance(text, str) for text in texts):
             return None
-        content = "".join(texts) if len(texts) == len(parts) else content  # other parts: see `multimodal_fault`
+        content = "".join(texts) if len(texts) == len(parts) else content  # other parts: pictures.py
     if not isinstance(content, str | list):
         return None
     return {name: field for name, field in (item | {"content": content}).items() if field is not None}
@@ -285,21 +293,6 @@ def as_chat(prompt: list[Message] | str) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
-def multimodal_fault(values: dict[str, Any], messages: Any) -> str:
-    """Describe the content of a row that is not text, or return "" if there is none.
-
-    This is a non-empty column of images, videos or audios, or a message part of any other type than text. The
-    characters "<image>" alone are text, as in verl, which replaces them only if such a column is non-empty.
-    """
-    filled = {name: value for name in MEDIA if (value := values.get(name)) is not None}
-    content = [f"the column {name}" for name, value in filled.items() if not hasattr(value, "__len__") or len(value)]
-    contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
-    parts = [part for parts in contents if isinstance(parts, list) for part in parts if isinstance(part, dict)]
-    kinds = sorted({str(part.get("type", "text")) for part in parts} - {"text"})
-    content += [f"a part of type {kind}" for kind in kinds]
-    return f"more than text: {', '.join(content)}; leave such rows out: only text is supported" if content else ""
-
-
 class Chat(NamedTuple):
     """A conversation with the inputs of its chat template: its messages, the schemas of its tools, and further
     arguments."""
@@ -320,9 +313,11 @@ def render(
 
     def apply(messages: Any, chat: Chat) -> Any:
         options = {"add_generation_prompt": add_generation_prompt, "tokenize": True, "return_dict": False}
-        return tokenizer.apply_chat_template(
-            messages, tools=chat.tools or None, **options, **{**arguments, **chat.arguments}
-        )
+        options |= {**arguments, **chat.arguments}
+        try:
+            return tokenizer.apply_chat_template(messages, tools=chat.tools or None, **options)
+        except TypeError as error:  # a template for texts, and a message with a picture
+            raise TemplateError(str(error)) from error
 
     def apply_alone(chat: Chat) -> list[int] | TemplateError:
         try:

@@ -61,7 +61,8 @@ class ModelSizes:
         self.per_token = values.get("num_experts_per_tok") or 0
         self.routed = self.per_token * text.hidden_size  # an input of each of them
         self.copied = sum(size for size in _fused(model) if size < SMALL)
-        self.tied = text.vocab_size * text.hidden_size * text.tie_word_embeddings
+        tied = model.get_output_embeddings() is not None and model.config.to_dict().get("tie_word_embeddings", False)
+        self.tied = text.vocab_size * text.hidden_size * bool(tied)
         self.copied += self.tied
         with without_pairs(model):  # torch rounds what it page-locks up to powers of two
             self.page_locked = sum(1 << (size - 1).bit_length() for size in _fused(model))

@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import groupby, takewhile
 from operator import itemgetter
@@ -27,7 +27,7 @@ from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.template import TOOL
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError, Findings
-from hybridrl.data.prompts import Prompt, PromptDataset
+from hybridrl.data.prompts import PromptDataset, Prompts
 from hybridrl.data.template_arguments import arguments_read, row_arguments
 from hybridrl.data.tokenizer import as_chat, end_tokens, load_tokenizer
 from hybridrl.doctor import Result
@@ -65,15 +65,18 @@ def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findi
     empty, marked = [], []
     sample = min(len(prompts), SAMPLE)
     for index in (number * len(prompts) // sample for number in range(sample)):
+        prompt = prompts.without_pixels(index)
         texts: Texts = ()
-        for message in as_chat(prompts[index].messages):
+        for message in as_chat(prompt.messages):
             content: Any = message["content"]
             if not isinstance(content, str):  # the text of all parts
                 content = "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
             texts += ((message["role"], content),)
-        counts[texts] += 1
         text = "".join(content for role, content in texts if role != "system")
-        if not text.strip():
+        if prompt.encoded:  # equal pictures have equal checksums
+            texts = (("pictures", str(prompts.seen[index])), *texts)
+        counts[texts] += 1
+        if not text.strip() and not prompt.encoded:
             empty.append(prompts.rows[index].place)
         elif TURN_MARKS.search(text):
             marked.append(prompts.rows[index].place)
@@ -93,7 +96,7 @@ def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findi
 
 
 def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Findings) -> None:
-    values = np.percentile(prompts.ids.lengths, PERCENTILES, method="higher").astype(int)
+    values = np.percentile(prompts.lengths, PERCENTILES, method="higher").astype(int)
     lengths = ", ".join(f"{rank}% up to {value}" for rank, value in zip(PERCENTILES, values, strict=True))
     summary = f"{key}: {len(prompts)} prompts, in tokens {lengths} (data.max_prompt_length={limit})"
     findings.info("data.lengths", summary, keys=key)
@@ -122,12 +125,12 @@ def check_template(
     model: str,
     arguments: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
+    prompts: PromptDataset | Prompts,
     findings: Findings,
 ) -> None:
     """Show how the row with the most roles is rendered, and check that responses begin and end as generation expects.
     `arguments` are the template's; needs prompts."""
-    searched = [prompts[index] for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
+    searched = [prompts.without_pixels(index) for index in range(0, len(prompts), -(-len(prompts) // SEARCHED))]
     prompt = max(searched, key=lambda prompt: len({message["role"] for message in as_chat(prompt.messages)}))
     chat, templated = as_chat(prompt.messages), bool(tokenizer.chat_template)
     render: Callable[..., str] = partial(

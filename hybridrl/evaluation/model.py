@@ -19,13 +19,17 @@ from hybridrl.config.custom_code import import_libraries, publish_own_keys
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema import ModelConfig, TrainerConfig
 from hybridrl.config.schema_parts import RolloutConfig
-from hybridrl.core.cluster import RaySession
+from hybridrl.core.carried import PICTURE_DIGEST
+from hybridrl.core.cluster import Group, RaySession
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest
+from hybridrl.core.pictures import PictureStore
 from hybridrl.core.rollout import RolloutClient, Sampling
 from hybridrl.core.rollout.client import ServerHandle
 from hybridrl.core.rollout.fleet import RolloutFleet
+from hybridrl.data.pictures import PictureFault, in_threads
+from hybridrl.data.processor import PictureReader, picture_reader
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.evaluation.config import with_model
@@ -47,6 +51,7 @@ from hybridrl.rewards.actors import open_scorer_pool
 from hybridrl.rewards.load import check_data_sources, unit_of, uses_built_in
 from hybridrl.rewards.rescoring import Rescorer
 from hybridrl.rewards.score import Shaping
+from hybridrl.runs.models import limit_pictures, reject_pictures
 from hybridrl.runs.prepare import (
     decoder_elsewhere,
     model_tokenizer,
@@ -92,7 +97,7 @@ class ModelEvaluation:
             self.endpoint = connect(target.path, config.eval.served_model, config.eval.concurrency, target.key)
         publish_own_keys(config.own)
         self.datasets: dict[str, PromptDataset | Prompts] = {}
-        self.tokenizer = None
+        self.tokenizer, self.reader = None, None
         findings = Findings()
         load_episode_files(config, findings)
         findings.close()
@@ -107,6 +112,10 @@ class ModelEvaluation:
         self.subject = Subject(self.config, self.tokenizer, self.datasets)
         if not self.target.is_address:
             run_trials(self.subject, findings)
+            with findings.gathered():
+                read = [rows for rows in self.datasets.values() if isinstance(rows, PromptDataset)]
+                rollout = self.config.actor_rollout_ref.rollout
+                reject_pictures(limit_pictures(rollout, read, episodes=self.runs_episodes) or ())
         elif self.runs_episodes:
             cause = f"{self.target.key}={self.target.path}: rows with environments or tools need a model of files"
             findings.error("conflict", cause, "serve nothing, and name the model's directory", keys=self.target.key)
@@ -136,11 +145,14 @@ class ModelEvaluation:
             reject_damaged_weights(model, self.target.key)
             self.tokenizer = model_tokenizer(data, model, self.target.key)
             options |= {"tokenizer": self.tokenizer, "custom_keys": config.own.get("data")}
-            load = partial(load_prompts, config=data, **options)
+            pictures = picture_reader(data, model, self.tokenizer)
+            self.reader = pictures if isinstance(pictures, PictureReader) else None
+            load = partial(load_prompts, config=data, pictures=pictures, **options)
         self.datasets |= {file: load([file]) for file in config.eval.files}
         if not self.target.is_address:
             reject_unknown_tokens(model, self.target.key, *self.datasets.values())
-        return {file: list(rows) for file, rows in self.datasets.items()}
+        # Pixels are made once for the digests, and once more when the engines are there.
+        return {file: [replace(prompt, pictures=()) for prompt in rows] for file, rows in self.datasets.items()}
 
     @cached_property
     def policy(self) -> str:
@@ -221,7 +233,7 @@ class ModelEvaluation:
             try:
                 if self.endpoint is None:
                     with self.runner(sessions, merge, directory) as runner:
-                        sample_here(runner, missing, keep)
+                        sample_here(runner, missing, keep, self.reader)
                 else:
                     with self._rescorer(directory) as rescorer:
                         arguments = self.config.data.apply_chat_template_kwargs
@@ -273,6 +285,9 @@ class ModelEvaluation:
             section = config.actor_rollout_ref
             model = replace(section.model, path=merge(self.target.path))
             client = stack.enter_context(started_engines(model, section.rollout, config.trainer, session, logs))
+            if self.reader is not None:
+                self.reader.store = store = PictureStore(Group.share)
+                client.handles = store.handles
             scorers.wait_until_loaded()
             if episodes is not None:
                 episodes.wait_until_ready(config.trainer.startup_timeout)
@@ -296,11 +311,21 @@ def relabel(planned: Sequence[PlannedResponse], file: SampleFile) -> None:
             file.append(replace(sample, **names))
 
 
-def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep: Callable[[Sample], None]) -> None:
+def sample_here(
+    runner: EpisodeRunner,
+    missing: Sequence[PlannedResponse],
+    keep: Callable[[Sample], None],
+    reader: PictureReader | None = None,
+) -> None:
     """Sample and score responses with the engines of a runner; call `keep` with each sample that has its score."""
     planned = {("", item.question.number, item.sample): item for item in missing}
+    prompts = {item.question.number: item.question.prompt for item in missing}
+    if reader is not None:
+        prompts = dict(zip(prompts, in_threads(partial(_with_pixels, reader), prompts.values()), strict=True))
     requests = [
-        EpisodeRequest(question.prompt, question.number, question.number, item.sample, question.seed_key, item.sampling)
+        EpisodeRequest(
+            prompts[question.number], question.number, question.number, item.sample, question.seed_key, item.sampling
+        )
         for item in missing
         for question in [item.question]
     ]
@@ -310,6 +335,16 @@ def sample_here(runner: EpisodeRunner, missing: Sequence[PlannedResponse], keep:
         keep(episode_sample(planned[episode.key], episode, time.monotonic() - began))
 
     runner.run_requests(requests, finished=finished)
+
+
+def _with_pixels(reader: PictureReader, prompt: Prompt) -> Prompt:
+    if not prompt.encoded or prompt.fault:
+        return prompt
+    try:
+        pictures = reader.again(prompt.encoded.values(), prompt.carried[PICTURE_DIGEST].tolist())
+    except PictureFault as fault:
+        return replace(prompt, fault=str(fault))
+    return replace(prompt, pictures=pictures)
 
 
 @contextmanager

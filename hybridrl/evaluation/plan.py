@@ -4,9 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from hybridrl.checkpoint.resume import sample_hash
 from hybridrl.config import ConfigError
+from hybridrl.core.carried import identity
 from hybridrl.core.rollout import Sampling, request_seed
 from hybridrl.data.prompts import ENVIRONMENTS, Prompt
 from hybridrl.data.template_arguments import row_arguments
@@ -36,7 +38,7 @@ class Question:
     @property
     def seed_key(self) -> str:
         """The key of its seeds: a digest of its content, so that files can be added, renamed and reordered."""
-        return sample_hash(self.prompt.messages, self.repeat)
+        return sample_hash(*_asked(self.prompt), self.repeat)
 
     @property
     def text(self) -> str:
@@ -67,6 +69,12 @@ class Origin:
     whole_rows: bool = False
 
 
+def _asked(prompt: Prompt) -> list[Any]:
+    """Return what a question asks: its messages, and the pictures that these have."""
+    pictures = identity(prompt.carried)
+    return [prompt.messages, pictures.hex()] if pictures else [prompt.messages]
+
+
 def collect_questions(files: Mapping[str, Sequence[Prompt]]) -> list[Question]:
     """Return the questions of all files. A dataset is named by its data source, or by its file if several files share
     the source. A question is named by the row's `id`, `extra_info.index`, or row number, the first that is unique."""
@@ -80,9 +88,9 @@ def collect_questions(files: Mapping[str, Sequence[Prompt]]) -> list[Question]:
             shared = sources[prompt.data_source] > 1
             groups.setdefault(names[file] if shared else prompt.data_source, []).append(prompt)
         for dataset, group in groups.items():
-            for identity, prompt in zip(_identities(group), group, strict=True):
-                content = sample_hash(prompt.messages)
-                questions.append(Question(len(questions), dataset, identity, prompt, seen[content]))
+            for name, prompt in zip(_identities(group), group, strict=True):
+                content = sample_hash(*_asked(prompt))
+                questions.append(Question(len(questions), dataset, name, prompt, seen[content]))
                 seen[content] += 1
     return questions
 
@@ -139,6 +147,7 @@ def plan(
             content = [
                 prompt.ids or prompt.messages,
                 *further,
+                *_asked(prompt)[1:],
                 question.repeat,
                 prompt.columns if origin.whole_rows else None,
             ]

@@ -1,25 +1,39 @@
 """The models of a run: one list, from the configuration, and a check that they all use the policy's token ids."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from PIL import Image
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.checks.engine import why_no_pictures
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import adapter_settings, resolve_model
 from hybridrl.config.findings import Findings
-from hybridrl.config.schema import ModelConfig
-from hybridrl.config.teachers import DistillationConfig
+from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema_parts import RolloutConfig
+from hybridrl.config.teachers import BASE, DistillationConfig
+from hybridrl.config.teachers import POLICY as POLICY_ITSELF
 from hybridrl.core.algorithms import Algorithm
-from hybridrl.data.prompts import PromptDataset, with_objects
+from hybridrl.core.pictures import placeholder_ids
+from hybridrl.core.training.layout import expert_plan, tensor_plan
+from hybridrl.core.training.loading import from_settings, load_settings
+from hybridrl.core.training.lora import add_adapter
+from hybridrl.core.training.model import pairs
+from hybridrl.core.training.vision import VisionConfig, family_of
+from hybridrl.data.formats import with_objects
+from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.runs.settings import REWARD_MODEL, TEACHERS, rank_model
 
+SAMPLE_SIZES = ((28, 28), (60, 40), (64, 96))  # heights and widths: a blank picture, and two that check models
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
 SCORER = "reward.reward_model"
 SECTIONS = {"actor": POLICY, "reference": "actor_rollout_ref.ref.model", "critic": CRITIC, REWARD_MODEL: SCORER}
@@ -113,3 +127,121 @@ def _other_tokens(tokenizer: PreTrainedTokenizerBase, place: str, count: int, *,
     token = repr(theirs[number]) if number in theirs else "no token"
     cause = f"its tokenizer has {token} where the policy's has the {kind} {ours[number]!r}, at {number}"
     return f"{cause} ({len(changed)} of {count} differ)"
+
+
+def require_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
+    """Raise ConfigError if layers or experts are to be sharded and the model's family has no plan for it."""
+    if fsdp.tensor_parallel_size == fsdp.expert_parallel_size == 1:
+        return
+    with torch.device("meta"):
+        model = from_settings(load_settings(config), config)
+    if fsdp.tensor_parallel_size > 1:
+        tensor_plan(model)
+    if fsdp.expert_parallel_size > 1:
+        expert_plan(model)
+
+
+def check_adapter(config: ModelConfig, key: str) -> str:
+    """Describe the trained parameters, from the configuration alone: no weights are read. Raises ConfigError if the
+    model lacks the layers, or if the configured adapter belongs to another model."""
+    settings = load_settings(config)
+    with torch.device("meta"):
+        model = from_settings(settings, config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    add_adapter(model, config, torch.float32, 0, key)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    layers = ", ".join(sorted({name.rsplit(".", 2)[-2] for name in pairs(model)}))
+    return (
+        f"{key}: an adapter of rank {config.lora_rank} on {layers} is trained, {trained:,} parameters "
+        f"({trained / parameters:.2%} of the model's {parameters:,})"
+    )
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def vision_of(prompts: Sequence[PromptDataset]) -> VisionConfig | None:
+    """Return what training ranks need of the processor; None if no prompt has a picture."""
+    readers = [data.reader for data in prompts if data.reader is not None and data.most_pictures]
+    if not readers:
+        return None
+    noise, reader = np.random.default_rng(0), readers[0]
+    blank, *sample = (
+        reader.pixels(Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8)))
+        for height, width in SAMPLE_SIZES
+    )
+    return VisionConfig(reader.rule, blank, sample)
+
+
+def check_pictures(config: PPOConfig, prompts: Sequence[PromptDataset], *, episodes: bool) -> None:
+    """Set the most pictures that an engine must expect. Raises ConfigError if rows have pictures and a part of the run
+    cannot read them, such as `episodes` of several turns."""
+    causes, distillation = (
+        limit_pictures(config.actor_rollout_ref.rollout, prompts, episodes=episodes),
+        config.distillation,
+    )
+    if causes is None:
+        return
+    if distillation.endpoints or distillation.reads_contexts:
+        causes.append("a teacher at an address, or with a context, reads text alone; name a model_path")
+    causes += _blind_models(config, prompts)
+    if config.critic.enable:
+        causes.append(
+            "critic.enable=true: models that see are trained without a critic; set algorithm.adv_estimator=grpo"
+        )
+    reject_pictures(causes)
+
+
+def limit_pictures(rollout: RolloutConfig, prompts: Sequence[PromptDataset], *, episodes: bool) -> list[str] | None:
+    """Set the most pictures that an engine must expect, and return the reasons why responses to such rows cannot be
+    sampled; None if no row has a picture. Raises ConfigError if a row has more than is set."""
+    key, most = "actor_rollout_ref.rollout.limit_images", max((data.most_pictures for data in prompts), default=0)
+    if not most:
+        rollout.limit_images = 0
+        return None
+    if rollout.limit_images is not None and rollout.limit_images < most:
+        raise ConfigError(f"{key}={rollout.limit_images}: a row has {most} pictures", fix=f"set {most}", keys=key)
+    if rollout.limit_images is None:
+        rollout.limit_images = most
+    if arguments := prompts[0].config.mm_processor_kwargs:  # an engine reserves room for the largest picture
+        rollout.engine_kwargs.vllm.setdefault("mm_processor_kwargs", dict(arguments))
+    causes = ["environments, tools and agents cannot show them yet; leave these out"] if episodes else []
+    if reason := why_no_pictures(rollout.name):
+        causes.append(reason)
+    return causes
+
+
+def reject_pictures(causes: Sequence[str]) -> None:
+    if causes:
+        raise ConfigError(*(f"rows have pictures, and {cause}" for cause in causes))
+
+
+def _blind_models(config: PPOConfig, prompts: Sequence[PromptDataset]) -> list[str]:
+    """Describe the frozen models that get rows with pictures and read none, or others."""
+    section, teachers = config.actor_rollout_ref, config.distillation.teacher_models
+    paths = {"actor_rollout_ref.ref.model.path": section.ref.model.path}
+    places = {name: f"distillation.teacher_models.{name}.model_path" for name in teachers}
+    paths |= {places[name]: teacher.model_path for name, teacher in teachers.items()}
+    others = {place: path for place, path in paths.items() if path and path not in (POLICY_ITSELF, BASE)}
+    blind = {place: difference for place, path in others.items() if (difference := _difference(section.model, path))}
+    chosen = all(data.teacher_of is not None for data in prompts if data.most_pictures)
+    if chosen and any(place in blind for place in places.values()):
+        numbers = {number for data in prompts for number in data.teachers_of_pictures()}
+        taught = [places[name] for number, name in enumerate(config.distillation.teachers) if number in numbers]
+        blind = {place: why for place, why in blind.items() if place in taught or place not in places.values()}
+    return [f"{place}={paths[place]} cannot read them: {why}" for place, why in blind.items()]
+
+
+def _difference(policy: ModelConfig, path: str) -> str:
+    """Describe how a model reads pictures otherwise than the policy, whose pixels it gets; empty if it does not."""
+    if path == policy.path:
+        return ""
+    ours, theirs = (load_settings(model) for model in (policy, replace(policy, path=path, override_config={})))
+    if family_of(theirs) is None:
+        return "it is a model of text"
+    if placeholder_ids(ours) != placeholder_ids(theirs):
+        return f"its placeholders are the ids {placeholder_ids(theirs)}, and the policy's {placeholder_ids(ours)}"
+    for name in ("patch_size", "spatial_merge_size", "temporal_patch_size"):
+        if getattr(ours.vision_config, name) != getattr(theirs.vision_config, name):
+            return f"its {name} differs"
+    return ""

@@ -14,6 +14,7 @@ from hybridrl.checkpoint.saver import Stateful
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.engine import continues_rollouts, most_in_flight
 from hybridrl.config.load import batch_arithmetic, samplings
+from hybridrl.core.carried import Encoded
 from hybridrl.core.cluster import Group, RaySession, gather
 from hybridrl.core.cluster.group import START_LIMIT, control_limit
 from hybridrl.core.experience.asynchronous import AsynchronousExperience
@@ -24,10 +25,13 @@ from hybridrl.core.experience.evaluator import Evaluator
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import Sampler
 from hybridrl.core.hybrid_engine import HybridEngine, SeparateEngine
+from hybridrl.core.pictures import PictureStore, digest_of, placeholder_ids
 from hybridrl.core.rollout import Sampling
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.core.trainer import RLTask, Schedule, Task
 from hybridrl.core.training.building import WorkerConfig
+from hybridrl.core.training.loading import load_settings
+from hybridrl.core.training.vision import with_pictures
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync
@@ -38,6 +42,7 @@ from hybridrl.rewards.actors import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.contexts import Contexts
+from hybridrl.runs.models import vision_of
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
@@ -75,7 +80,7 @@ class PPOJob:
         self.engine_pool = config.rollout_pool if config.separate else None
         self.kl_in_reward = config.algorithm.use_kl_in_reward
         self.algorithm, self.prompts, self.order, self.tokenizer = algorithm, prompts, order, tokenizer
-        self.rows = order.size
+        self.rows, self.model_path = order.size, config.actor_rollout_ref.model.path
         self.description = f"{batch_arithmetic(config)}\n{samplings(config.actor_rollout_ref.rollout)}"
         self.contents = contents_to_save(config.actor_rollout_ref, config.critic, algorithm)
         self.asynchronous_saves = config.actor_rollout_ref.actor.checkpoint.async_save
@@ -94,14 +99,21 @@ class PPOJob:
         section, trainer = config.actor_rollout_ref, config.trainer
         load, decoder = (partial(call, config.data, section.model) for call in (tokenizer_elsewhere, decoder_elsewhere))
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, decoder))
-        worker = ppo_worker_config(config, self.algorithm, directory, plan.steps)
+        vision, store = vision_of(list(inputs.datasets.values())), PictureStore(Group.share)
+        for data in inputs.datasets.values():
+            if data.reader is not None:
+                data.reader.store = store
+        worker = ppo_worker_config(config, self.algorithm, directory, plan.steps, vision)
         saved = plan.checkpoint.state if plan.checkpoint else {}
         self.episodes = None
         if inputs.runs_episodes:
             ends = end_tokens(section.model.path, self.tokenizer)
             self.episodes = stack.enter_context(plugin("episodes").start_episodes(config, session, load, ends, logs))
-        probe = probe_ids(self.prompts[0].ids, required(section.rollout.max_model_len))
+        never = placeholder_ids(load_settings(section.model))
+        text = [token for token in self.prompts.ids[0] if token not in never]
+        probe = probe_ids(text, required(section.rollout.max_model_len))
         group, self.engine = start_devices(config, session, worker, logs, probe, saved)
+        self.engine.client.handles = store.handles
         self.engine.check_memory = plugin("room")(config, logs).check
         self.scorers.wait_until_loaded()
         if self.episodes is not None:
@@ -116,7 +128,7 @@ class PPOJob:
         self.store = stack.enter_context(ResponseStore(*spool, whole_steps=whole, carries=carries))
         rank_plan = RankPlan(worker.models, required(inputs.policy), inputs.critic)
         rank_plan = padded_plan(group, rank_plan, trainer.step_timeout)
-        return TrainWorkers(group, rank_plan, section.rollout.dtype, trainer.step_timeout)
+        return TrainWorkers(group, rank_plan, section.rollout.dtype, trainer.step_timeout, store.handles)
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:
         config, rollout, trainer = self.config, self.config.actor_rollout_ref.rollout, self.config.trainer
@@ -142,7 +154,7 @@ class PPOJob:
         reward, evaluator = config.reward, None
         guard = FaultGuard(reward.on_error, reward.max_fault_rate, reward.max_fault_steps)
         experience = self._experience(runner, stop_ids, guard, contexts)
-        experience.rate = rate
+        experience.rate, experience.read_ahead = rate, self.prompts.reader and self.prompts.read_ahead
         if self.inputs.validation:
             sampling = Sampling.of_validation(rollout, stop_ids)
             parts = self.engine, self.inputs.validation, runner, sampling, rollout.val_kwargs.n, guard
@@ -271,9 +283,15 @@ def start_devices(
         fleet.finish_start(starting, building, workers.logs)
         if session.device == "cpu" and not config.separate:
             fleet.sleep()
+    encoded, pixels = Encoded(probe), {}
+    if vision := worker.models["actor"].vision:
+        sample, half = vision.sample[:1], len(probe) // 2
+        encoded = with_pictures(load_settings(section.model), sample, probe[:half], probe[half:])
+        pixels = {digest_of(picture): picture for picture in sample}
     kind, engine_kind = (BroadcastSync, SeparateEngine) if config.separate else (ColocatedSync, HybridEngine)
     dtype = section.actor.fsdp_config.dtype or "float32"
-    sync = kind(workers, fleet.servers, section.rollout, probe=probe, train_dtype=dtype, timeout=timeout)
+    options = {"probe": encoded, "pixels": pixels, "train_dtype": dtype, "timeout": timeout}
+    sync = kind(workers, fleet.servers, section.rollout, **options)
     engine = engine_kind(workers, fleet, sync, timeout=timeout)
     return engine.trainers, engine
 

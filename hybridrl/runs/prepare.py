@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
@@ -20,24 +20,32 @@ from hybridrl.config.checks.model import IMPLIED, why_not_served
 from hybridrl.config.custom_code import attempt, import_libraries, publish_own_keys
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.findings import Findings, nearest
-from hybridrl.config.schema import FSDPConfig, ModelConfig, RowsConfig
+from hybridrl.config.schema import ModelConfig, RowsConfig
 from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.device import release_host_memory
-from hybridrl.core.training.layout import expert_plan, tensor_plan
-from hybridrl.core.training.loading import load_settings
-from hybridrl.core.training.lora import add_adapter
-from hybridrl.core.training.model import pairs
 from hybridrl.core.training.planning import UpdatePlan
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan
 from hybridrl.data.conversations import ConversationDataset, Replay, load_conversations
 from hybridrl.data.order import Order, build_order
+from hybridrl.data.processor import BLIND, PictureReader, picture_reader
 from hybridrl.data.prompts import PromptDataset, load_prompts
 from hybridrl.data.tokenizer import ResponseDecoder, end_tokens, load_tokenizer
 from hybridrl.plugins import load
 from hybridrl.required import required
 from hybridrl.rewards.load import check_data_sources, scorer_of, uses_built_in
-from hybridrl.runs.models import CRITIC, POLICY, SCORER, check_readers, path_key, run_models, text_settings
+from hybridrl.runs.models import (
+    CRITIC,
+    POLICY,
+    SCORER,
+    check_adapter,
+    check_pictures,
+    check_readers,
+    path_key,
+    require_plans,
+    run_models,
+    text_settings,
+)
 from hybridrl.runs.reward_model import has_functions, scorer_tokenizer
 from hybridrl.runs.settings import build_algorithm, build_policy_plan
 from hybridrl.runs.teachers import with_teachers
@@ -56,6 +64,7 @@ class RunInputs:
     critic: CriticPlan | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     scorer_tokenizer: PreTrainedTokenizerBase | None = None  # the reward model's
+    pictures: PictureReader | str = BLIND  # a reader, or why rows may not have any
     prompts: PromptDataset | None = None
     order: Order | None = None
     validation: PromptDataset | None = None
@@ -167,40 +176,14 @@ def _check_models(config: PPOConfig, inputs: RunInputs) -> None:
             inputs.scorer_tokenizer = scorer_tokenizer(scorer)
 
 
-def require_plans(config: ModelConfig, fsdp: FSDPConfig) -> None:
-    """Raise ConfigError if layers or experts are to be sharded and the model's family has no plan for it."""
-    if fsdp.tensor_parallel_size == fsdp.expert_parallel_size == 1:
-        return
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_settings(config), trust_remote_code=config.trust_remote_code)
-    if fsdp.tensor_parallel_size > 1:
-        tensor_plan(model)
-    if fsdp.expert_parallel_size > 1:
-        expert_plan(model)
-
-
-def check_adapter(config: ModelConfig, key: str) -> str:
-    """Describe the trained parameters, from the configuration alone: no weights are read. Raises ConfigError if the
-    model lacks the layers, or if the configured adapter belongs to another model."""
-    settings = load_settings(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    add_adapter(model, config, torch.float32, 0, key)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    layers = ", ".join(sorted({name.rsplit(".", 2)[-2] for name in pairs(model)}))
-    return (
-        f"{key}: an adapter of rank {config.lora_rank} on {layers} is trained, {trained:,} parameters "
-        f"({trained / parameters:.2%} of the model's {parameters:,})"
-    )
-
-
 def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: RunInputs) -> None:
     """Load prompts; reject rows with tokens that the model does not have, and data sources without a scorer."""
     data, rejections, user_keys = config.data, inputs.rejections, config.own.get("data")
-    rollout, built_in = config.actor_rollout_ref.rollout, uses_built_in(config.reward)
-    needs_truth = built_in and config.distillation.rewarded
-    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys, needs_truth=needs_truth)
+    section, built_in = config.actor_rollout_ref, uses_built_in(config.reward)
+    with rejections.gathered():
+        inputs.pictures = picture_reader(data, section.model, tokenizer)
+    options = {"needs_truth": built_in and config.distillation.rewarded, "pictures": inputs.pictures}
+    read = partial(load_prompts, config=data, tokenizer=tokenizer, custom_keys=user_keys, **options)
     with rejections.gathered():
         limit, shuffle = data.train_max_samples, data.shuffle
         inputs.prompts = read(data.train_files, max_samples=limit, shuffle=shuffle, key="data.train_files")
@@ -220,11 +203,11 @@ def _load_data(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, inputs: Ru
                 raise ConfigError(cause, fix=f"set {key}={size}, or less", keys=key)
     if inputs.datasets:
         with rejections.gathered():
-            reject_unknown_tokens(
-                config.actor_rollout_ref.model, "actor_rollout_ref.model.path", *inputs.datasets.values()
-            )
-    inputs.runs_episodes = load("episodes").runs_episodes(rollout, inputs.environments)
+            reject_unknown_tokens(section.model, "actor_rollout_ref.model.path", *inputs.datasets.values())
+    inputs.runs_episodes = load("episodes").runs_episodes(section.rollout, inputs.environments)
     inputs.function_scores = has_functions(config.reward) and not (built_in and inputs.runs_episodes)
+    with rejections.gathered():
+        check_pictures(config, list(inputs.datasets.values()), episodes=inputs.runs_episodes)
     if built_in and inputs.scored:
         unscored = sorted(source for source in inputs.data_sources if not scorer_of(source))
         if not config.distillation.rewarded and unscored and not config.reward.name:

@@ -190,14 +190,14 @@ def spread_rows(prompts: PromptDataset | Prompts) -> list[Prompt]:
     """Select rows of every data source, evenly spaced: first one of each, then a second, and so on."""
     by_source: dict[str, list[int]] = {}
     for index in range(0, len(prompts), -(-len(prompts) // SEARCHED)):
-        by_source.setdefault(prompts[index].data_source, []).append(index)
+        by_source.setdefault(prompts.without_pixels(index).data_source, []).append(index)
     for index in range(len(prompts)):  # a rare source is not among them
         if len(by_source) >= len(prompts.data_sources):
             break
-        by_source.setdefault(prompts[index].data_source, [index])
+        by_source.setdefault(prompts.without_pixels(index).data_source, [index])
     share = max(min(ROWS, MOST_ROWS // max(len(by_source), 1)), 1)
     chosen = [indices[:: -(-len(indices) // share)] for indices in by_source.values()]
-    return [prompts[index] for group in zip_longest(*chosen) for index in group if index is not None]
+    return [prompts.without_pixels(index) for group in zip_longest(*chosen) for index in group if index is not None]
 
 
 def make_responses(prompt: Prompt, rows: Sequence[Prompt], reward: RewardConfig) -> list[TrialResponse]:
@@ -239,7 +239,7 @@ def _report_left_out(subject: Subject, findings: Findings) -> None:
     decode = subject.decoder
     texts = [(str(file), file.read_text(errors="replace")) for file in reward_files(subject.config.reward)]
     for key, prompts in subject.datasets.items():
-        searched = (prompts[index] for index in range(0, len(prompts), 1 + len(prompts) // SEARCHED))
+        searched = (prompts.without_pixels(index) for index in range(0, len(prompts), 1 + len(prompts) // SEARCHED))
         texts += [(f"{key}, ground truth of row {prompt.row}", str(prompt.ground_truth)) for prompt in searched]
     for name in [decode.tokenizer.decode([token]) for token in decode.left_out] if decode else ():
         places = [place for place, text in texts if name in text]

@@ -59,6 +59,7 @@ from hybridrl.core.training.learner import Head, LearnerConfig, RankModel
 from hybridrl.core.training.loading import load_settings
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
+from hybridrl.core.training.vision import READS, VisionConfig, family_of
 from hybridrl.core.training.worker_group import OLD_FIELDS, SKIPPED_UPDATES, PolicyPlan
 
 REWARD_MODEL = "reward_model"
@@ -68,16 +69,30 @@ DUAL_CLIP = 3.0  # verl's, for a sampled divergence as a reward
 SCRIPT = re.compile(r"(.+\.py)(?::\w+)?")  # with the name of a function or without
 
 
-def ppo_worker_config(config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int) -> WorkerConfig:
+def ppo_worker_config(
+    config: PPOConfig, algorithm: Algorithm, directory: Path, steps: int, vision: VisionConfig | None = None
+) -> WorkerConfig:
+    """The training ranks of a run; with the `vision` of the policy if rows have pictures."""
     section = config.actor_rollout_ref
+    models = {name: rank_model(name, config, steps) for name in algorithm.models}
+    if vision is not None:
+        models = {name: _seeing(model, vision, section.actor) for name, model in models.items()}
     return WorkerConfig(
         device=config.trainer.device,
-        models={name: rank_model(name, config, steps) for name in algorithm.models},
+        models=models,
         collective_timeout=section.nccl_timeout,
         seed=config.trainer.seed,
         skipped_updates=str(directory.absolute() / SKIPPED_UPDATES),
         replays_routes=section.actor.router_replay.mode == "R3",
     )
+
+
+def _seeing(model: RankModel, vision: VisionConfig, actor: ActorConfig) -> RankModel:
+    """The model with the pictures of its rows, if it reads any; the processor of the policy is that of all models."""
+    if model.head != "language" or family_of(load_settings(model.model)) is None:
+        return model
+    frozen = model.trained is not None and actor.freeze_vision_tower
+    return replace(model, vision=replace(vision, frozen=frozen), reads=(*model.reads, *READS))
 
 
 def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +29,7 @@ from hybridrl.core.cluster.failures import typed_errors
 from hybridrl.core.cluster.session import RayMetricsSink
 from hybridrl.core.trainer import Schedule, Task, Trainer
 from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.data.processor import save_readers
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.rules import RULES, custom_rules
@@ -50,6 +52,7 @@ class Job(Protocol):
     """One kind of training, for `run`. Its constructor loads and checks all inputs that need no device."""
 
     tokenizer: PreTrainedTokenizerBase
+    model_path: str
     rows: int  # prompts or conversations per epoch
     description: str  # contents of a step
     contents: dict[str, list[str]]  # parts saved of each model
@@ -190,7 +193,7 @@ def run(
         saves = SavePlan(
             contents=job.contents,
             times=save_times(config.trainer),
-            complete=job.tokenizer.save_pretrained,
+            complete=partial(save_readers, job.tokenizer, job.model_path),
             config=text,
             fixed=plan.identity.state() | {"adjusted": adjusted},
             asynchronous=job.asynchronous_saves,

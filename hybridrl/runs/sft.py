@@ -36,7 +36,7 @@ class SFTJob:
     head: Head = "language"
 
     def __init__(self, config: SFTConfig) -> None:
-        self.config = config
+        self.config, self.model_path = config, config.model.path
         self.tokenizer, self.training, self.validation = self.read(config)
         self.rows = len(self.training)
         self.description = f"{config.data.train_batch_size} {self.unit} each, out of {self.rows}"

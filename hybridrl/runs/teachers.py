@@ -177,9 +177,9 @@ def with_teachers(
     a row has none, or if a teacher has no row or cannot read the policy's tokens."""
     section = config.distillation
     prompts = taught(prompts, section) if section.chooses else prompts
-    messages += _other_templates(config, prompts[0], tokenizer)
+    messages += _other_templates(config, prompts.without_pixels(0), tokenizer)
     if section.endpoints:
-        check_endpoints(config, tokenizer, prompts[0].ids)
+        check_endpoints(config, tokenizer, prompts.without_pixels(0).ids)
     return prompts
 
 

@@ -230,6 +230,7 @@ FAULT_KINDS = {
     "environment": FaultKind("an environment, a tool or an agent failed", "repair or restart the one that is named"),
     "no turns": FaultKind("the agent ended before the policy responded", "request a response before the agent ends"),
     "no reward": FaultKind("the agent set no reward", "return one, or set reward.custom_reward_function.path"),
+    "picture": FaultKind("a picture could not be read again", "restore the file, or leave the row out"),
     "rejected": FaultKind("the engine rejected the request", "change the prompt or parameter that is named"),
     "engine died": FaultKind("engines died of the request", "read rollout-*.log, or leave the prompt out"),
     "judge": FaultKind("the judge gave no verdict", "check its server and the keys of reward.judge", rejects=True),

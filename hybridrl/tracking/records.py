@@ -63,7 +63,15 @@ def prompt_text(messages: str | Sequence[Any]) -> str:
         return messages
     if not all(isinstance(message, Mapping) and {"role", "content"} <= {*message} for message in messages):
         return ""
-    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return "\n".join(f"{message['role']}: {_content_text(message['content'])}" for message in messages)
+
+
+def _content_text(content: Any) -> str:
+    """Return what a message says, with `<image>` in the place of each picture."""
+    if not isinstance(content, list):
+        return str(content)
+    parts = [part if isinstance(part, Mapping) else {} for part in content]
+    return "".join(str(part.get("text", "")) if part.get("type") == "text" else "<image>" for part in parts)
 
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -54,8 +54,8 @@ RESPONSES = {
 def impose(engine: Any) -> None:
     plain, responses = engine.checked_params, RESPONSES[os.environ["IMPOSED"]]
 
-    def imposed(request: Any, vocabulary: int, context: int) -> Any:
-        parameters = plain(request, vocabulary, context)
+    def imposed(request: Any, *limits: Any) -> Any:
+        parameters = plain(request, *limits)
         parameters.max_tokens = responses.length(request) - request.begun
         return parameters
 

@@ -1,11 +1,20 @@
 """A model's tensors under the names of its family's checkpoints."""
 
+from pathlib import Path
+
+import pytest
 import torch
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
 from hybridrl.checkpoint.export import as_published, own_tensors, parts
 from hybridrl.checkpoint.read import read_safetensors
 from hybridrl.checkpoint.tensors import Tensors
+from hybridrl.core.training.loading import fill
+from hybridrl.core.training.model import HOST, blank_language_model
+from tests.core.training.families import model_config
+from tests.vision_models import EXPERTS as EXPERTS_THAT_SEE
+from tests.vision_models import FAMILIES, write_model_that_sees
 
 SMALL = {
     "vocab_size": 11,
@@ -26,6 +35,16 @@ EXPERTS = Qwen3MoeConfig(**SMALL, num_experts=3)
 def make(config):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "qwen3_vl_moe, square"])
+def sees(request, tmp_path_factory) -> Path:
+    """A model that sees, with files as published; the experts of one have as many columns as rows."""
+    family, _, square = request.param.partition(", ")
+    with pytest.MonkeyPatch.context() as patch:
+        if square:
+            patch.setitem(EXPERTS_THAT_SEE, "moe_intermediate_size", 32)  # gate and up: 64 x 64
+        return write_model_that_sees(tmp_path_factory.mktemp("sees") / family, family)
 
 
 def in_memory(tensors: dict[str, torch.Tensor]) -> Tensors:
@@ -77,3 +96,29 @@ def test_persistent_buffers_belong_to_the_model_and_keep_their_type():
     assert [name for name in own_tensors(model) if name not in dict(model.named_parameters())] == [correction]
     types = {name: tensor.dtype for part in parts(model, torch.bfloat16) for name, tensor in part.published.items()}
     assert [name for name, dtype in types.items() if dtype == torch.float32] == [correction]
+
+
+def test_a_model_that_sees_is_published_as_it_was_read(sees):
+    """transformers transposes the experts of Qwen3-VL-MoE when it reads them, but not back; square ones never."""
+    model = fill(blank_language_model(model_config(str(sees)), torch.float32).model, str(sees), HOST)
+    tensors = {name: tensor.detach() for name, tensor in own_tensors(model).items()}
+    written, planned = {}, {}
+    for part in parts(model, torch.float32):
+        written |= part.publish(model, {name: tensors[name] for name in part.names})
+        planned |= {name: tensor.shape for name, tensor in part.published.items()}
+    expected, saved = load_file(sees / "model.safetensors"), as_published(in_memory(tensors), model)
+    assert written.keys() == expected.keys() == planned.keys() == saved.meta.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(written[name], tensor) and torch.equal(saved.read(name), tensor), name
+        assert planned[name] == tensor.shape, name
+
+
+def test_experts_that_transformers_saved_itself_are_read_as_they_are(tmp_path):
+    directory = write_model_that_sees(tmp_path / "published", "qwen3_vl_moe")
+    AutoModelForImageTextToText.from_pretrained(directory).save_pretrained(tmp_path / "saved")
+    read = (
+        fill(blank_language_model(model_config(str(path)), torch.float32).model, str(path), HOST)
+        for path in (directory, tmp_path / "saved")
+    )
+    for ours, theirs in zip(*(model.parameters() for model in read), strict=True):
+        assert torch.equal(ours, theirs)

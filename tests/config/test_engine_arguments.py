@@ -45,6 +45,18 @@ def test_an_argument_that_would_make_every_importance_ratio_wrong_is_rejected():
     assert "or every importance ratio is wrong; leave it out" in text
 
 
+def test_pictures_for_an_engine_that_takes_none_are_rejected_by_its_name(monkeypatch):
+    key = f"{ROLLOUT}.limit_images"
+    assert not findings(f"{key}=2") and not findings(f"{ROLLOUT}.name=sglang", f"{key}=0")
+    (text,) = findings(f"{ROLLOUT}.name=sglang", f"{key}=2")
+    assert text.startswith(f"{key}=2") and text.endswith("SGLang is not given pictures yet, vLLM is")
+    (text,) = errors("limit_mm_per_prompt=2")
+    assert text.endswith(f"{key} sets it, for trainer and engine alike; set {key}=2")
+    monkeypatch.setitem(vars(VLLM), "known", VLLM.known - {"mm_device_do_normalize"})  # as of 0.26
+    (text,) = findings(f"{key}=2")
+    assert text.endswith("vLLM takes pictures since 0.32")
+
+
 def test_a_name_that_the_engine_does_not_have_is_rejected_with_the_nearest_one():
     (text,) = errors("kv_cache_dtyp=fp8")
     assert "the engine of the installed vLLM has no such argument; did you mean kv_cache_dtype" in text

@@ -131,9 +131,9 @@ def test_all_that_is_wrong_is_in_one_message_with_key_value_and_fix(load, wanted
             "trackio, clearml, path/to/file.py:Class; did you mean tensorboard?",
         ),
         (
-            "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
-            "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct: by its name (VL) the model reads more than "
-            "text, which is not trained yet",
+            "actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B",
+            "actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B: by its name (Omni) it is of a family that reads "
+            "pictures or sounds and is not trained",
         ),
         (
             "trainer.device=cuda",

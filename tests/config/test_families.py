@@ -8,7 +8,9 @@ from hybridrl.config.checks.model import why_name_unsupported, why_not_served
     ("settings", "word"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "model_type=t5: an encoder and a decoder"),
-        ({"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}}, "vision_config: the model reads more than text"),
+        ({"model_type": "idefics3", "vision_config": {"depth": 2}}, "of the models that read pictures, these families"),
+        ({"model_type": "qwen3_omni", "thinker_config": {"a": 1}}, "thinker_config: sounds are not trained"),
+        ({"model_type": "gemma3", "vision_config": {"a": 1}}, "its tokens of a picture attend to later ones"),
         ({"model_type": "glm_moe_dsa"}, "model_type=glm_moe_dsa: sparse attention to the tokens that an"),
         ({"model_type": "deepseek_v32", "index_topk": 2048}, "model_type=deepseek_v32: sparse attention"),
         ({"model_type": "llama4_text"}, "model_type=llama4_text: attention within chunks of the text, which"),
@@ -35,6 +37,7 @@ def test_a_model_that_cannot_be_trained_is_named_with_the_reason(settings, word)
         {"model_type": "gemma3_text", "sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]},
         {"model_type": "qwen3_next", "layer_types": ["linear_attention"], "mlp_layer_types": ["sparse"]},
         {"model_type": "llama", "attention_chunk_size": None},
+        {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}, "text_config": {"model_type": "qwen2_5_vl_text"}},
         {"model_type": "phi3", "is_encoder_decoder": False, "quantization_config": None},
     ],
 )
@@ -44,16 +47,26 @@ def test_other_models_pass(settings):
 
 @pytest.mark.parametrize(
     "name",
-    ["Qwen/Qwen2-VL-7B", "/models/Qwen3-VL-30B-A3B/", "zai-org/GLM-4.1V-9B-Thinking", "openbmb/MiniCPM-o-2_6",
+    ["Qwen/Qwen2-VL-7B", "zai-org/GLM-4.5V", "openbmb/MiniCPM-o-2_6",
      "OpenGVLab/InternVL3-8B", "Qwen/Qwen2.5-Omni-7B", "llava-hf/llava-1.5-7b-hf", "meta-llama/Llama-3.2-11B-Vision"],
 )  # fmt: skip
-def test_models_that_read_images_are_known_by_name_where_there_is_no_file(name):
-    assert "the model reads more than text" in why_name_unsupported(name)
+def test_families_that_are_not_trained_are_known_by_name_where_there_is_no_file(name):
+    assert "it is of a family that reads pictures or sounds and is not trained" in why_name_unsupported(name)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["Qwen/Qwen3-8B", "/data/VL/Qwen3-8B", "deepseek-ai/DeepSeek-V3", "org/evl-7b", "Qwen/Qwen2.5-Math-7B", "a/o1"],
+    [
+        "Qwen/Qwen3-8B",
+        "/models/Qwen3-VL-30B-A3B/",
+        "Qwen/Qwen2.5-VL-7B",
+        "zai-org/GLM-4.1V-9B",
+        "/data/VL/Qwen3-8B",
+        "deepseek-ai/DeepSeek-V3",
+        "org/evl-7b",
+        "Qwen/Qwen2.5-Math-7B",
+        "a/o1",
+    ],
 )
 def test_no_other_name_is_taken_for_one(name):
     assert why_name_unsupported(name) is None

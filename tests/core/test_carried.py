@@ -138,10 +138,12 @@ def test_a_name_that_is_not_declared_is_an_error_which_lists_those_that_are(dist
     unknown = Trajectory([turn([1], sampled([7], doubts=np.zeros(1)))])
     with pytest.raises(
         ValueError,
-        match=r"no carried field is named 'doubts'; declared are .*routes, doubt, mark, place",
+        match=r"no carried field is named 'doubts'; declared are .*routes, pictures, .*, doubt, mark, place",
     ):
         unknown.rows()
-    with pytest.raises(ConfigError, match=r"wrong: its attribute reads names 'doubts'.*routes, doubt, mark"):
+    with pytest.raises(
+        ConfigError, match=r"wrong: its attribute reads names 'doubts'.*routes, pictures, .*, doubt, mark"
+    ):
         find_policy_loss(f"{distribution}:wrong")
     with pytest.raises(ValueError, match="carried field values: a batch has another field"):
         replace(with_doubt(), carried={"values": torch.zeros(3)})
@@ -236,7 +238,7 @@ def test_rows_bring_fields_in_columns_of_their_names(distribution, tokenizer, tm
     assert second.carried == {}
     with pytest.raises(
         ConfigError,
-        match=r"no carried field is named 'marc'; declared are .*routes, doubt, mark",
+        match=r"no carried field is named 'marc'; declared are .*routes, pictures, .*, doubt, mark",
     ):
         loaded(marc=[40])
     for name, value in (("mark", "x"), ("mark", 3), ("mark", [[1], [2, 3]]), ("doubt", [0.5])):

@@ -9,7 +9,9 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from hybridrl.config.schema import DataConfig, SFTDataConfig
+from hybridrl.data.processor import PictureReader
 from tests.sections import section_of
+from tests.vision_models import reader_that_sees
 
 OPTIONS: dict[str, Any] = {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
 CHAT_TEMPLATE = (
@@ -45,6 +47,21 @@ def write(tmp_path: Path) -> Callable[..., str]:
         return str(tmp_path / name)
 
     return to_file
+
+
+@pytest.fixture(scope="session")
+def reader_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PictureReader]:
+    """Return a reader with the processor of a small model that sees."""
+
+    def make(family: str = "qwen3_vl", **arguments: Any) -> PictureReader:
+        return reader_that_sees(tmp_path_factory.mktemp(family), family, **arguments)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reader(reader_of: Callable[..., PictureReader]) -> PictureReader:
+    return reader_of()
 
 
 @pytest.fixture

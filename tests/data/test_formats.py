@@ -8,7 +8,8 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts, to_verl_format
+from hybridrl.data.formats import to_verl_format
+from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
 
 Write = Callable[..., str]
 SKYRL = {

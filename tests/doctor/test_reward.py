@@ -9,7 +9,7 @@ from transformers import Qwen2Tokenizer
 
 from hybridrl.config import ConfigError, load_ppo_config
 from hybridrl.config.findings import Findings
-from hybridrl.data.prompts import Prompt
+from hybridrl.data.prompts import Prompt, Prompts
 from hybridrl.doctor.__main__ import command
 from hybridrl.doctor.full import try_on_rows
 from hybridrl.runs.reward_trial import reject_failing_reward, spread_rows
@@ -162,17 +162,9 @@ def test_without_rows_the_usage_is_shown():
 # -- the reward on a run's rows ----------------------------------------------------------------------------------------
 
 
-class Listed(list[Prompt]):
-    """As much of a dataset as a trial reads."""
-
-    @property
-    def data_sources(self) -> set[str]:
-        return {prompt.data_source for prompt in self}
-
-
-def rows(*pairs: tuple[str, object]) -> Listed:
+def rows(*pairs: tuple[str, object]) -> Prompts:
     """Data sources with ground truths."""
-    return Listed(Prompt(row, [], "?", source, truth, {}) for row, (source, truth) in enumerate(pairs))
+    return Prompts(Prompt(row, [], "?", source, truth, {}) for row, (source, truth) in enumerate(pairs))
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from hybridrl.config import PPOConfig
 from hybridrl.config.compose import SHIPPED
 from hybridrl.config.findings import Finding, Findings
 from hybridrl.config.load import load_ppo_config, resolve_config
-from hybridrl.data.prompts import Prompt, PromptDataset, load_prompts
+from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts
 from hybridrl.doctor import rows
 from hybridrl.doctor.rows import check_rows, check_template
+from tests.vision_models import noise_picture, reader_that_sees
 
 from .conftest import CHAT_TEMPLATE
 
@@ -59,6 +60,22 @@ def test_valid_rows_give_only_their_lengths(config, load):
     # Half of the lengths 1 to 10 are at most 6 by the next higher rank.
     lengths = "10 prompts, in tokens 50% up to 6, 90% up to 10, 99% up to 10, 100% up to 10"
     assert lengths in findings["data.lengths"].cause
+
+
+def test_rows_with_the_same_text_repeat_another_only_if_their_pictures_are_equal(config, tmp_path):
+    written = [noise_picture(40, 40), noise_picture(40, 40, 1), noise_picture(40, 40)]
+    for number, picture in enumerate(written):
+        picture.save(tmp_path / f"{number}.png")
+    rows = [
+        {"prompt": "<image>", "images": f"{number}.png", "reward_model": {"ground_truth": "1"}} for number in (0, 1, 2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = reader_that_sees(tmp_path / "model")
+    files, options = [str(tmp_path / "rows.jsonl")], {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
+    data = replace(config.data, max_prompt_length=64)
+    found = check(config, load_prompts(files, data, reader.processor.tokenizer, **options, pictures=reader))
+    assert list(found) == ["data.lengths", "data.duplicates"]
+    assert "1 prompts repeat an earlier one" in found["data.duplicates"].cause
 
 
 LONG, BEYOND = ("a", "b", "c", "x" * 21), "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are "
@@ -115,8 +132,8 @@ THINKING = CHAT_TEMPLATE.replace(
 )
 
 
-def prompts(*chats: list[dict[str, str]] | str) -> list[Prompt]:
-    return [Prompt(row, [], chat, "gsm8k", "2", {}) for row, chat in enumerate(chats)]
+def prompts(*chats: list[dict[str, str]] | str) -> Prompts:
+    return Prompts(Prompt(row, [], chat, "gsm8k", "2", {}) for row, chat in enumerate(chats))
 
 
 @pytest.fixture

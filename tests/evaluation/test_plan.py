@@ -1,10 +1,13 @@
 """Which responses an evaluation needs, and what their keys depend on."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hybridrl.checkpoint.resume import sample_hash
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.evaluation.plan import Origin, collect_questions, counts, plan
@@ -121,3 +124,16 @@ def test_a_greedy_response_is_added_with_its_own_sampling():
     greedy = Sampling(8, (0,), 0.0)
     wanted = plan(collect_questions({"a": [prompt(0)]}), {"maths": 1}, SAMPLING, greedy, 1, ORIGIN)
     assert [(one.sample, one.sampling.temperature) for one in wanted] == [(GREEDY, 0.0), (0, 1.0)]
+
+
+def test_questions_with_the_same_text_and_other_pictures_are_others():
+    def shown(row: int, *digests: int) -> Prompt:
+        fields = {PICTURE_DIGEST: np.array(digests), PICTURE_START: np.zeros(len(digests), np.int32)}
+        return replace(prompt(0), row=row, carried=fields if digests else {})
+
+    first, second, text = shown(0, 5), shown(1, 6), shown(2)
+    questions = collect_questions({"a": [first, second, text, shown(3, 5)]})
+    assert [one.repeat for one in questions] == [0, 0, 0, 1]
+    assert len({one.seed_key for one in questions}) == len({*keys([first, second, text, shown(3, 5)])}) / 2 == 4
+    assert keys([second]) == keys([first, second])[2:], "whatever other rows there are"
+    assert keys([text]) == keys([prompt(0)]), "as without pictures"

@@ -292,9 +292,9 @@ def _check_lengths(
                 f"{MULTI_TURN}: the chat template does not show the tools to the model",
                 fix=f"set {TEMPLATE}, or {MODE}=disable if the prompts describe them",
             )
-        longest = int(data.ids.lengths.max()) + added
+        longest = int(data.lengths.max()) + added
         if longest > limit:
-            count = int((data.ids.lengths + added > limit).sum())
+            count = int((data.lengths + added > limit).sum())
             raise ConfigError(
                 f"data.max_prompt_length={limit}: {count} of {len(data)} prompts of {key} are longer with the schemas "
                 f"of the tools, which take {added} tokens",

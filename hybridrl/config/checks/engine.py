@@ -21,6 +21,7 @@ V1 = "trainer.v1"
 REPLAY, FSDP = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.actor.fsdp_config"
 ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay"
 PER_TOKEN = "num_experts_per_tok"
+IMAGES, TAKES_PICTURES = f"{ROLLOUT}.limit_images", "mm_device_do_normalize"  # an argument of vLLM since it takes them
 COLLECTS_ROUTES = "aux_output_config"  # an argument of vLLM since it returns the experts of every layer
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
 
@@ -62,6 +63,7 @@ VLLM = EngineArguments(
         "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
         "enable_return_routed_experts": ROUTES,
         COLLECTS_ROUTES: ROUTES,
+        "limit_mm_per_prompt": IMAGES,
         **{
             name: f"{ROLLOUT}.{name}"
             for name in (
@@ -143,6 +145,16 @@ def check_engine(rollout: RolloutConfig, trainer: SFTTrainerConfig, check: Check
                 _check_argument(engine, f"{key}.{option}", option, value, check)
     if rollout.name == "sglang":
         _check_sglang(rollout, trainer, check)
+    if rollout.limit_images and (reason := why_no_pictures(rollout.name)):
+        check.error(".limit_images .name", reason)
+
+
+def why_no_pictures(engine: str) -> str:
+    """Return the reason why prompts of this engine cannot have pictures; empty if they can."""
+    if engine == "sglang":
+        return "SGLang is not given pictures yet, vLLM is"
+    older = engine == "vllm" and VLLM.known and TAKES_PICTURES not in VLLM.known
+    return "vLLM takes pictures since 0.32" if older else ""
 
 
 def _check_argument(engine: EngineArguments, key: str, name: str, value: Any, check: Checker) -> None:

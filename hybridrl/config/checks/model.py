@@ -33,9 +33,10 @@ DELTA_RULE = "linear_num_value_heads"  # a setting of layers with a gated delta 
 # Text models whose module in vLLM imports a processor of pictures, and so torchvision. All models that see do.
 IMPORT_TORCHVISION = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 DELTA_RULE_KERNELS = "fla"  # the package that transformers trains them with, if it is installed
-# Names of families that read images or sounds, for models without a config.json.
+# Names of families that read pictures or sounds and are not trained, for models without a config.json.
 MULTIMODAL = re.compile(
-    r"(?i)(?<![a-z])(vl|vision|omni|llava|pixtral|paligemma)(?![a-z])|internvl|minicpm-[vo]\b|-\d(\.\d)?v\b"
+    r"(?i)(?<![a-z])(?<!qwen2\.5-)(?<!qwen3-)vl(?![a-z])|(?<![a-z])(vision|omni|llava|pixtral|paligemma)(?![a-z])"
+    r"|internvl|minicpm-[vo]\b|-(?!4\.1)\d(\.\d)?v\b"
 )
 # Model type -> the choice of its experts. transformers implies these values, and omits them from config.json; vLLM
 # reads them there, and has no place for the router's corrections without them.
@@ -51,6 +52,8 @@ NOT_SERVED = {
     },
     "sglang": {"bamba": "SGLang has no implementation of it"},
 }
+# Model type -> reason why vLLM computes it wrongly on CPU.
+WRONG_ON_CPU = {"glm4v": "vLLM on CPU computes its log-probs otherwise (by 0.13, for a small random model)"}
 # Model types with a window one token wider in engines than in transformers; model types without a window in SGLang.
 WIDER_WINDOW = ("cohere2", "cohere2_moe")
 NO_WINDOW = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2")
@@ -73,7 +76,7 @@ def why_name_unsupported(path: str) -> str | None:
     match = MULTIMODAL.search(path.rstrip("/").rpartition("/")[2])
     if match is None:
         return None
-    return f"by its name ({match[0].strip('-')}) the model reads more than text, which is not trained yet"
+    return f"by its name ({match[0].strip('-')}) it is of a family that reads pictures or sounds and is not trained"
 
 
 def why_not_served(settings: Mapping[str, Any], longest: int, engine: str = "vllm", device: str = "") -> str | None:
@@ -86,7 +89,11 @@ def why_not_served(settings: Mapping[str, Any], longest: int, engine: str = "vll
     parts = [part for start, part in GPU_ONLY.items() if any(re.match(start, name) for name in names)]
     if sglang and device == "cpu" and parts:
         return f"model_type={kind}: SGLang computes {parts[0]} on GPUs only"
-    if not sglang and device == "cpu" and (reason := _missing_kernel(settings)):
+    if sglang and settings.get("vision_config"):
+        return (
+            f"model_type={kind}: SGLang would sample placeholders of pictures, which the trainer never does; use vLLM"
+        )
+    if not sglang and device == "cpu" and (reason := WRONG_ON_CPU.get(str(kind)) or _missing_kernel(settings)):
         return f"{reason}; use another model, or a GPU"
     difference = "its window is a token wider" if kind in WIDER_WINDOW else ""
     if sglang and kind in NO_WINDOW and settings.get("use_sliding_window", True):
@@ -148,9 +155,10 @@ def check_plans(key: str, model: ModelConfig, fsdp_key: str, fsdp: FSDPConfig, c
 
 
 def model_settings(model: ModelConfig) -> dict[str, Any]:
-    """A local model's config.json; empty for a hub model."""
+    """A local model's config.json, and at the same level its settings for text; empty for a hub model."""
     file = resolve_model(model.path) / "config.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return {**(settings.get("text_config") or {}), **settings} if settings.get("vision_config") else settings
 
 
 def is_large(model: ModelConfig) -> bool:

@@ -303,6 +303,7 @@ class AsynchronousExperience(Experience):
     def _admit(self, version: int, *, training: bool = False) -> None:
         """Start as many groups as may be in flight and the engines can work on."""
         load = self.runner.client.load
+        self._read_next()
         while self.position < self.plan.prompts_in_all:
             share = self._share_of(self.position)
             needed = len(share.started) < share.batch and not training

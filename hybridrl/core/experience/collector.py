@@ -1,6 +1,8 @@
 """The experience of a step: prompts in the run's order, their episodes and rewards, and the resulting batch."""
 
+import math
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +22,7 @@ from hybridrl.rewards.score import FaultGuard, Score, component_means, diagnosis
 
 Groups = Sequence[list[Episode]]
 Rate = Callable[[list[Episode]], list[Episode]]
+PICTURES_AHEAD = 1 << 30  # bytes of the next step's pixels that are made while a step trains
 IN_FLIGHT = "under_way"  # in a checkpoint: the groups that were started and not trained on
 
 
@@ -88,6 +91,8 @@ class Experience(ABC):
     # Gives the rows of these groups what their teachers read; with metrics. None: they read what the policy reads.
     contexts: Callable[[Groups], tuple[Groups, dict[str, float]]] | None = field(default=None, kw_only=True)
     rate: Rate | None = field(default=None, kw_only=True)
+    # Begins to read the pictures of these rows of `prompts`, up to a number of bytes.
+    read_ahead: Callable[[Sequence[int], float], None] | None = field(default=None, kw_only=True)
     position: int = field(default=0, init=False)  # prompts drawn since the run began
 
     @abstractmethod
@@ -116,6 +121,12 @@ class Experience(ABC):
         self.position = state["prompts"] + len(state.get(IN_FLIGHT, ()))
         self.guard.steps_above = state["fault_steps"]
         self.order.load_state_dict(state)
+
+    def _read_next(self) -> None:
+        """Begin to read the pictures of the next step's prompts. The order of the next epoch may not be known yet."""
+        left = min(self.plan.prompts_in_all - self.position, self.order.size - self.position % self.order.size)
+        if self.read_ahead is not None and left > 0:
+            self.read_ahead(self.order.rows(self.position, min(self.plan.prompts_per_step, left)), PICTURES_AHEAD)
 
     def _rated(self, episodes: list[Episode]) -> list[Episode]:
         """Return the episodes with their final scores; with a reward model the trainers then have the devices."""
@@ -172,6 +183,7 @@ class SynchronousExperience(Experience):
         rewards = [(each.position, each.score.value) for each in episodes if each.score.value is not None]
         reported |= self.order.observe(rewards)
         self.position += draws.prompts
+        self._read_next()
         epoch = {"training/epoch": (self.position - 1) // self.order.size}
         return Collected(batch, episodes, dict(metrics) | draws.metrics() | reported | epoch)
 
@@ -182,7 +194,13 @@ class SynchronousExperience(Experience):
         episodes: list[Episode] = []
         while count := draws.next_size():
             start = self.position + draws.prompts
-            prompts = [self.prompts[row] for row in self.order.rows(start, count)]
+            rows = self.order.rows(start, count)
+            if self.read_ahead is not None:
+                self.read_ahead(rows, math.inf)
+            waiting = time.monotonic()
+            prompts = [self.prompts[row] for row in rows]
+            if any(prompt.pictures for prompt in prompts):
+                metrics["timing_s/pictures"] += time.monotonic() - waiting
             positions = range(start, start + count)
             drawn, seconds = self.runner.run(prompts, plan.samples_per_prompt, plan.sampling, positions, self.store)
             drawn = self._rated(drawn)

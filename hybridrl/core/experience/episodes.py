@@ -68,6 +68,26 @@ class SingleResponses:
 
 
 @dataclass
+class ReadableEpisodes:
+    """The episodes of a source, for prompts with readable pictures; those of other `requests` end at once, with the
+    fault of their prompt."""
+
+    source: Source
+    requests: Sequence[EpisodeRequest]
+    readable: Sequence[int]  # the index among `requests` of each episode of the source
+
+    async def finished(self) -> AsyncIterator[list[Finished]]:
+        faults = [(index, request.prompt.fault) for index, request in enumerate(self.requests) if request.prompt.fault]
+        yield [(index, Trajectory([], "fault", fault="picture", detail=fault), None) for index, fault in faults]
+        if self.readable:
+            async for ended in self.source.finished():
+                yield [(self.readable[index], trajectory, score) for index, trajectory, score in ended]
+
+    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
+        self.source.scoring_started(self.readable.index(index), trajectory, score)
+
+
+@dataclass
 class EpisodeRunner:
     """Runs episodes and submits them for scoring: single responses, or `conversations`.
 
@@ -132,6 +152,10 @@ class EpisodeRunner:
         return self.conversations.metrics(episodes) if self.conversations else {}
 
     def _source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
+        readable = [index for index, request in enumerate(requests) if not request.prompt.fault]
+        if len(readable) < len(requests):
+            source = self._source([requests[index] for index in readable], store, grouped=grouped)
+            return ReadableEpisodes(source, requests, readable)
         if self.conversations is not None:
             source = self.conversations.source(requests, store, grouped=grouped)
         else:

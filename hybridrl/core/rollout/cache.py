@@ -1,6 +1,7 @@
 """The size of an engine's cache of keys and values."""
 
 import math
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -10,10 +11,15 @@ from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.device import memory_left
 
 
+def model_settings(model: ModelConfig) -> Any:
+    """Return a model's settings as transformers reads them."""
+    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
+    return AutoConfig.from_pretrained(str(resolve_model(model.path)), **options)
+
+
 def cache_bytes_per_token(model: ModelConfig, rollout: RolloutConfig) -> int:
     """Return the size of one token's keys and values in all layers."""
-    options = {"trust_remote_code": model.trust_remote_code, **model.override_config}
-    config = AutoConfig.from_pretrained(str(resolve_model(model.path)), **options)
+    config = model_settings(model).get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * getattr(torch, rollout.dtype or "float32").itemsize

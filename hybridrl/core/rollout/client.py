@@ -22,14 +22,15 @@ them with the weight version of each token.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 from hybridrl.core.cluster.dispatch import ActorLost, Dispatcher, Lane
 from hybridrl.core.cluster.group import SILENT_SECONDS
+from hybridrl.core.pictures import PictureStore
 from hybridrl.core.rollout.engine import Completion, Goal, Request, RequestFault
 from hybridrl.core.rollout.suspects import PendingRequest, Suspects
 from hybridrl.tracking.console import warn
@@ -63,7 +64,7 @@ class ServerState(Enum):
 class ServerHandle(Protocol):
     """A rollout server as the client uses it; awaited calls raise ActorLost."""
 
-    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None: ...
+    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None, *handles: Mapping[int, Any]) -> None: ...
     def interrupt(self) -> None: ...
     async def take(self) -> list[tuple[int, Completion | RequestFault]]: ...
     async def check(self) -> int: ...  # the tokens that its engine has sampled so far
@@ -97,7 +98,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
 
     With `fixed`, prompts are assigned to servers by number, and each server gets its whole share at once; after its
     first death the whole share is sent again. Engines then form the same batches every time.
-    `check_cluster` raises if the servers can never respond again. `available` is set by the owner of the devices: false
+    `check_cluster` raises if the servers can never respond again. `handles` returns those of the pixels of pictures, by
+    digest; servers get them with the requests that name them. `available` is set by the owner of the devices: false
     while the engines sleep.
     """
 
@@ -113,9 +115,10 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         retries: int,
         fixed: bool = False,
         check_cluster: Callable[[], None] = lambda: None,
+        handles: Callable[[Iterable[int]], Mapping[int, Any]] | None = None,
     ) -> None:
         super().__init__(ServerLane(index, server) for index, server in enumerate(servers))
-        self.revive, self.check_cluster = revive, check_cluster
+        self.revive, self.check_cluster, self.handles = revive, check_cluster, handles or PictureStore().handles
         self.capacity, self.timeout, self.retries, self.fixed = capacity, timeout, retries, fixed
         self.look_seconds = min(self.look_seconds, timeout / 4)
         self.available = True
@@ -130,12 +133,13 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
 
     def generate(self, request: Request, begun: Completion | None = None) -> asyncio.Future[Completion]:
         """Sample one response, or the rest of a `begun` one; `await` the result, in the event loop of the other
-        requests in flight."""
+        requests in flight. KeyError if the prompt has a picture without a handle."""
         loop = asyncio.get_running_loop()
         paused = self._interrupted is loop
         if not paused and not self.available:
             raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
-        job = PendingRequest(next(self.tickets), loop.create_future(), request, begun)
+        handles = self.handles(digest for digest, _ in request.pictures)
+        job = PendingRequest(next(self.tickets), loop.create_future(), request, begun, handles)
         if paused:
             self._paused.append(job)
         else:
@@ -227,7 +231,8 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
             lane.sent = []
             lane.checked = lane.moved = asyncio.get_running_loop().time()
         lane.sent += lane.queued
-        lane.actor.submit([(job.ticket, job.rest()) for job in lane.queued], lane.goal)
+        handles = dict(chain.from_iterable(job.handles.items() for job in lane.queued))
+        lane.actor.submit([(job.ticket, job.rest()) for job in lane.queued], lane.goal, *filter(None, [handles]))
 
     async def take(self, lane: ServerLane) -> list[tuple[int, Completion | RequestFault]]:
         return await lane.actor.take()

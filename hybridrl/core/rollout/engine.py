@@ -7,16 +7,17 @@ in plugins.py, or by an entry point of another distribution.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import combinations
+from itertools import chain, combinations
 from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
-from hybridrl.core.carried import Fields, continued
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, Fields, continued
+from hybridrl.core.pictures import NO_PIXELS, Pixels
 from hybridrl.core.weights.sync import WeightTarget
 
 Key = tuple[int, int, int]  # a request: prompt, sample, turn
@@ -89,14 +90,25 @@ class Request:
     def key(self) -> "Key":
         return self.prompt, self.sample, self.turn
 
+    @property
+    def pictures(self) -> list[tuple[int, int]]:
+        """Digest and first token of each picture of the prompt."""
+        fields = (self.carried.get(name, np.empty(0)).tolist() for name in (PICTURE_DIGEST, PICTURE_START))
+        return list(zip(*fields, strict=True))
+
     def new_name(self) -> str:
         """Return a new name for the engine, as the same request may be sent several times."""
         return f"{self.prompt}-{self.sample}-{os.urandom(4).hex()}"
 
-    def check(self, vocabulary: int, context: int) -> None:
-        """Raise RejectedRequest if the request is invalid for this vocabulary and context length, in tokens."""
+    def check(
+        self, vocabulary: int, context: int, placeholders: Collection[int] = (), places: Sequence[range] = ()
+    ) -> None:
+        """Raise RejectedRequest if the request is invalid for this vocabulary and context length, in tokens.
+        `placeholders` are the ids in place of pictures, first that of a picture; `places` are those of the pictures."""
         try:
             self._check(vocabulary, context)
+            if placeholders:
+                self._check_places(list(placeholders), [*chain(*places)])
         except (ValueError, TypeError) as error:
             raise RejectedRequest(str(error)) from error
 
@@ -120,6 +132,16 @@ class Request:
             raise TypeError(f"stop={wrong[0]!r:.80} ({type(wrong[0]).__name__}) is not text, or an empty string")
         if (size := sum(map(len, sampling.stop))) > STOP_CHARACTERS:
             raise ValueError(f"the texts of stop have {size} characters together, more than {STOP_CHARACTERS}")
+
+    def _check_places(self, placeholders: list[int], expected: list[int]) -> None:
+        marked = np.flatnonzero(np.isin(self.prompt_ids, placeholders))
+        if wrong := sorted({*marked.tolist()} ^ {*expected}):
+            kind = "a placeholder outside" if wrong[0] in marked else "no placeholder in"
+            raise ValueError(
+                f"token {wrong[0]} of the prompt is {kind} the places of its {len(self.pictures)} pictures"
+            )
+        if other := {self.prompt_ids[place] for place in expected} - {*placeholders[:1]}:
+            raise ValueError(f"a picture's placeholder is the token id {placeholders[0]}, and not {other.pop()}")
 
 
 @dataclass(frozen=True)
@@ -269,9 +291,10 @@ class RolloutEngine(WeightTarget, Protocol):
     async def connect(self) -> None:
         """Prepare to receive weights."""
 
-    async def generate(self, request: Request) -> Completion:
-        """Sample one response; many calls run concurrently. Raises RequestFault if the engine rejects the request. Must
-        queue the request before its first await: `hold` and `release` rely on it."""
+    async def generate(self, request: Request, pixels: Mapping[int, Pixels] = NO_PIXELS) -> Completion:
+        """Sample one response; many calls run concurrently. `pixels` has those of the prompt's pictures, by digest.
+        Raises RequestFault if the engine rejects the request. Must queue the request before its first await: `hold` and
+        `release` rely on it."""
 
     async def hold(self) -> None:
         """Queue requests without starting them, with an empty prefix cache."""

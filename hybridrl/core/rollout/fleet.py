@@ -49,8 +49,8 @@ class RemoteServer:
     def __init__(self, actor: Actor, log: str, failure: Callable[[RayError], ActorLost]) -> None:
         self.actor, self.log, self.failure = actor, log, failure
 
-    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None = None) -> None:
-        self.actor.submit.remote(requests, goal)
+    def submit(self, requests: list[tuple[int, Request]], goal: Goal | None, *handles: Mapping[int, Any]) -> None:
+        self.actor.submit.remote(requests, goal, *handles)
 
     def interrupt(self) -> None:
         self.actor.interrupt.remote()

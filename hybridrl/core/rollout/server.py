@@ -3,12 +3,14 @@ finish; every other method of the engine is reached through `call`."""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.pictures import NO_PIXELS, Pixels
 from hybridrl.core.rollout.engine import (
     Completion,
     EngineEntry,
@@ -28,6 +30,7 @@ from hybridrl.runtime.keeper import work_in_private
 COALESCE_SECONDS = 0.02
 
 Ticket = int  # names a request between client and server
+NO_HANDLES: Mapping[int, Awaitable[Pixels]] = MappingProxyType({})
 CONTROL: Ticket = -1  # for control calls, which have no request
 
 
@@ -46,6 +49,7 @@ class RolloutServer:
         self.engine: RolloutEngine | None = None
         self.finished: asyncio.Queue[tuple[Ticket, Completion | Exception]] = asyncio.Queue()
         self.running: set[asyncio.Task] = set()
+        self.entering = asyncio.Lock()  # calls take effect in their order, also those that wait for pixels
 
     async def start(
         self,
@@ -90,21 +94,28 @@ class RolloutServer:
             self.shortage = "the kernel killed a process of its machine for lack of memory"
         return EngineOutOfMemory(self.shortage) if self.shortage else None
 
-    async def submit(self, requests: list[tuple[Ticket, Request]], goal: Goal | None = None) -> None:
-        """Start requests, whose responses are fetched with `take`. With a goal they end once it is reached."""
-        if not self.fixed:
-            self._start(requests)
-            return
-        # The engine starts once it has all requests, in their order, so that it forms the same batches every time.
-        async with self._raised_by_take():
+    async def submit(
+        self,
+        requests: list[tuple[Ticket, Request]],
+        goal: Goal | None = None,
+        handles: Mapping[int, Awaitable[Pixels]] = NO_HANDLES,
+    ) -> None:
+        """Start requests, whose responses are fetched with `take`. With a goal they end once it is reached. `handles`
+        are those of the pixels of their pictures, by digest."""
+        async with self.entering, self._raised_by_take():
+            pixels = dict(zip(handles, await asyncio.gather(*handles.values()), strict=True)) if handles else NO_PIXELS
+            if not self.fixed:
+                self._start(requests, pixels)
+                return
+            # The engine starts once it has all requests, in their order, so that it forms the same batches every time.
             await required(self.engine).hold()
-            self._start(requests)
+            self._start(requests, pixels)
             await asyncio.sleep(0)  # each of them is queued, or rejected, before it first waits
             await required(self.engine).release(goal)
 
     async def interrupt(self) -> None:
         """End all requests: `take` returns their partial responses."""
-        async with self._raised_by_take():
+        async with self.entering, self._raised_by_take():
             await required(self.engine).interrupt()
 
     async def take(self) -> list[tuple[Ticket, Completion | RequestFault]]:
@@ -121,15 +132,17 @@ class RolloutServer:
             finished.append((ticket, result))
         return finished
 
-    def _start(self, requests: Sequence[tuple[Ticket, Request]]) -> None:
+    def _start(self, requests: Sequence[tuple[Ticket, Request]], pixels: Mapping[int, Pixels]) -> None:
         for ticket, request in requests:
-            task = asyncio.create_task(self._generate(ticket, request))
+            own = {digest: pixels[digest] for digest, _ in request.pictures}
+            task = asyncio.create_task(self._generate(ticket, request, own))
             self.running.add(task)
             task.add_done_callback(self.running.discard)
 
-    async def _generate(self, ticket: Ticket, request: Request) -> None:
+    async def _generate(self, ticket: Ticket, request: Request, pixels: Mapping[int, Pixels]) -> None:
         async with self._raised_by_take(ticket):
-            self.finished.put_nowait((ticket, await required(self.engine).generate(request)))
+            pictures = [pixels] if pixels else []  # an engine of another distribution may take none
+            self.finished.put_nowait((ticket, await required(self.engine).generate(request, *pictures)))
 
     @asynccontextmanager
     async def _raised_by_take(self, ticket: Ticket = CONTROL) -> AsyncIterator[None]:

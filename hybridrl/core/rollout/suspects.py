@@ -6,9 +6,10 @@ first, and one more with each response. If a server dies again with only one of 
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 from hybridrl.core.carried import identity
 from hybridrl.core.cluster.dispatch import ActorJob
@@ -19,11 +20,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRequest(ActorJob):
-    """A request in flight; `begun` was sampled before an interruption. A `suspect` may have caused the death of a
-    server."""
+    """A request in flight; `begun` was sampled before an interruption. `handles` are those of its pictures' pixels, by
+    digest. A `suspect` may have caused the death of a server."""
 
     request: Request
     begun: Completion | None = None
+    handles: Mapping[int, Any] = field(default_factory=dict)
     suspect: bool = field(default=False, init=False)
 
     def rest(self) -> Request:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 
 from hybridrl.core import device as devices
 from hybridrl.core.carried import declared
@@ -141,6 +141,12 @@ def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
 
 GROUPED = grouped_option(varlen_attn)
 
+
+def implementation(settings: PreTrainedConfig) -> str | dict[str, str]:
+    """Return the name of this attention for transformers; in a tower pictures attend both ways."""
+    return {"": NAME, "text_config": NAME, "vision_config": "sdpa"} if "vision_config" in settings.sub_configs else NAME
+
+
 AttentionInterface.register(NAME, attend)
 
 
@@ -184,11 +190,12 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
     return replace(
         inputs,
         input_ids=F.pad(inputs.input_ids, (0, padding))[:, first : first + width],
-        position_ids=F.pad(inputs.position_ids, (0, padding))[:, first : first + width],
+        position_ids=F.pad(inputs.position_ids, (0, padding))[..., first : first + width],
         predictors=inputs.predictors[start:end] - first,
         targets=inputs.targets[start:end],
         packed=PackedRows.of([*inputs.packed.lengths, *[padding] * bool(padding)], group),
         carried=carried,
+        pictures=inputs.pictures and inputs.pictures.between(first, first + width),
         slice=SequenceSlice(group, start, len(inputs.targets)),
     )
 

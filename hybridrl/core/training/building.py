@@ -17,6 +17,7 @@ from hybridrl.core.training.lora import add_adapter, load_adapter
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.routes import RouterReplay
+from hybridrl.core.training.vision import Vision, family_of, freeze_tower
 
 # By head.
 BLANK = {
@@ -47,7 +48,7 @@ def build_shards(config: WorkerConfig, ranks: int, device: torch.device) -> dict
         if entry.weights in ("live", "base"):
             actor = shards["actor"]
             layout_of_actor = actor.padded, actor.group, actor.tensor_ranks
-            shard = ModelShard(actor.model, entry.fsdp, device, *layout_of_actor, entry.reads)
+            shard = ModelShard(actor.model, entry.fsdp, device, *layout_of_actor, entry.reads, vision=actor.vision)
         else:
             shard = _load_shard(name, config, ranks, device, shards)
             _check(name, config, shard, {config.models[other].model.path for other in shards})
@@ -64,6 +65,10 @@ def _load_shard(
     entry = config.models[name]
     section, fsdp = entry.model, entry.fsdp
     model = BLANK[entry.head](section, entry.storage_dtype)
+    if family_of(model.model.config) and (entry.vision is None or entry.vision.frozen):
+        freeze_tower(model.model)  # without pictures it has no gradient
+    if entry.vision is not None:
+        model.vision = Vision(entry.vision, model.model)
     meshes = layout(config.device, ranks, fsdp.fsdp_size, fsdp.tensor_parallel_size, fsdp.expert_parallel_size)
     if section.lora_rank:
         add_adapter(model.model, section, getattr(torch, fsdp.model_dtype), config.seed, f"the {name}'s model")
@@ -78,7 +83,7 @@ def _load_shard(
     group = sequence_group(fsdp.ulysses_sequence_parallel_size, config.collective_timeout, meshes.tensor_ranks)
     padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, device))
     ahead = 0 if entry.head.endswith("score") else 1
-    shard = ModelShard(model, fsdp, device, padded, group, meshes.tensor_ranks, entry.reads, ahead)
+    shard = ModelShard(model, fsdp, device, padded, group, meshes.tensor_ranks, entry.reads, ahead, model.vision)
     if optimizers is None:
         return shard
     return Learner(**vars(shard), optimizers=optimizers, dump_prefix=Path(config.skipped_updates, name))

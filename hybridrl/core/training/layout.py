@@ -31,6 +31,7 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.core import device as devices
 
 DISPATCH = "ep_dispatch_experts"  # a plan's style of a module that sends its tokens to other ranks
+SUMMED = "replicated_with_grad_allreduce"
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,11 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     }
     if not plan:
         raise _no_plan("tensor", model)
-    return plan
+    # Each rank normalises its own heads, so the gradient of such a weight is the sum over ranks. Some plans (that of
+    # Qwen3-VL-MoE) leave it out.
+    norms = {name for name, _ in model.named_modules() if name.endswith(("self_attn.q_norm", "self_attn.k_norm"))}
+    divided = {name for name in norms if style_of(name.replace("_norm", "_proj"), plan) == "colwise"}
+    return {re.sub(r"\.\d+(?=\.)", ".*", name): SUMMED for name in divided} | plan
 
 
 def expert_plan(model: PreTrainedModel) -> dict[str, str]:

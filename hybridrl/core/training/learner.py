@@ -27,6 +27,7 @@ from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_par
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import MicroBatch, ModelInputs, pack_rows, to_device
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch
+from hybridrl.core.training.vision import Vision, VisionConfig
 
 Head = Literal["language", "value", "score", "trained score"]
 MOST_FILES = 100  # limit on the files of skipped updates, per rank and model
@@ -55,6 +56,7 @@ class RankModel:
     # no memory.
     weights: Literal["own", "copy", "average", "live", "base"] = "own"
     reads: tuple[str, ...] = ()  # names of the carried fields that its forward passes read
+    vision: VisionConfig | None = None  # if the rows of the run have pictures
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -90,12 +92,14 @@ class ModelShard:
     tensor_ranks: int = 1  # size of a tensor group: its ranks have the same tokens, too
     reads: tuple[str, ...] = ()
     ahead: int = 1  # 0: its output for a token is computed from this token too
+    vision: Vision | None = None  # if the rows of the run have pictures
 
     def lay_out(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows, in host memory."""
         rows = rows.in_context() if CONTEXT in self.reads else rows
         carried = {name: value for name, value in rows.carried.items() if name in self.reads}
-        return slice_of(pack_rows(replace(rows, carried=carried), self.padded, self.ahead), self.group)
+        inputs = pack_rows(replace(rows, carried=carried), self.padded, self.ahead)
+        return slice_of(self.vision.inputs(rows, inputs) if self.vision else inputs, self.group)
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""

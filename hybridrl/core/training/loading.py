@@ -13,12 +13,19 @@ from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
 from torch import Tensor
 from torch._functorch import config as functorch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig, load_state_dict
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from hybridrl.checkpoint.export import conversions
 from hybridrl.checkpoint.read import open_tensors, stored_tensors
 from hybridrl.checkpoint.tensors import reading
 from hybridrl.config.catalog import disturbances, why_unsupported
@@ -26,6 +33,7 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import is_sharded, resolve_model
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.training import attention
+from hybridrl.core.training.vision import family_of
 
 FROM_HUB = ["model*.safetensors", "*.json", "*.py"]
 PICKLED = ["pytorch_model*.bin", "*.json", "*.py"]
@@ -62,13 +70,20 @@ def load_settings(config: ModelConfig, **changes: object) -> PreTrainedConfig:
     return settings
 
 
+def from_settings(settings: PreTrainedConfig, config: ModelConfig, **options: Any) -> PreTrainedModel:
+    """Return a language model with random weights. One that sees is another class: transformers' class for text would
+    drop its tower without an error."""
+    kind = AutoModelForImageTextToText if family_of(settings) else AutoModelForCausalLM
+    return kind.from_config(settings, trust_remote_code=config.trust_remote_code, **options)
+
+
 def blank_model(
     make: Callable[..., PreTrainedModel], settings: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
     """Return a model whose parameters are on the meta device. Its buffers are real: those that no checkpoint holds,
     such as rotary frequencies, are computed when the model is constructed."""
     with init_empty_weights(include_buffers=False):
-        model = make(settings, dtype=dtype, attn_implementation=attention.NAME).eval()
+        model = make(settings, dtype=dtype, attn_implementation=attention.implementation(settings)).eval()
     model.tie_weights()  # again, as `init_empty_weights` replaced each parameter at its registration
     for module in model.modules():
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
@@ -103,7 +118,7 @@ def fill(
     would stay uninitialised."""
     weights = dict(fresh or {}) | open_weights(path)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=get_model_conversion_mapping(model))
+    plan = LoadStateDictConfig(device_map={"": device}, weight_mapping=conversions(model))
     result, _ = convert_and_load_state_dict_in_model(model, weights, plan)
     model.tie_weights(missing_keys=result.missing_keys, recompute_mapping=False)
     for name in frozen:  # it makes new parameters of a model that is not sharded, all trained

@@ -20,6 +20,7 @@ from hybridrl.config.findings import ConfigError, nearest
 from hybridrl.config.schema import ModelConfig
 from hybridrl.core.training.fsdp import full_tensor, local, own_shard
 from hybridrl.core.training.model import HOST, SCORED, adapter_parameters, pairs
+from hybridrl.core.training.vision import family_of
 
 PATTERN = re.compile(r"[^\w.-]")  # characters of a regular expression that layer names do not contain
 
@@ -58,7 +59,10 @@ def add_adapter(model: PreTrainedModel, config: ModelConfig, dtype: torch.dtype,
 def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key: str) -> list[str]:
     """Return the names of the linear layers to adapt; only the last parts of the names if these are unambiguous."""
     tops = [model.get_output_embeddings(), *map(model.get_submodule, heads)]
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in tops]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    # The engines have no place for an adapter in the tower of a model that sees.
+    decoder = {id(module) for module in (model.get_decoder() if family_of(model.config) else model).modules()}
+    linear = [name for name, module in layers.items() if id(module) in decoder and module not in tops]
     targets = linear if config.target_modules == ALL_LINEAR else _named("target_modules", config, linear, key)
     excluded = _named("exclude_modules", config, linear, key)
     adapted = [name for name in targets if name not in excluded]
@@ -67,7 +71,7 @@ def _targets(model: PreTrainedModel, config: ModelConfig, heads: list[str], key:
             f"{key}.target_modules: no layer of {config.path} is left to adapt", fix="exclude fewer layers"
         )
     ends = {_end(name) for name in adapted}
-    return sorted(ends) if adapted == [name for name in linear if _end(name) in ends] else adapted
+    return sorted(ends) if adapted == [name for name in layers if _end(name) in ends] else adapted
 
 
 def _named(option: str, config: ModelConfig, linear: list[str], key: str) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -26,15 +26,17 @@ from transformers.models.auto.modeling_auto import (
 from hybridrl.checkpoint.read import ADAPTER, file_name
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import ModelConfig
-from hybridrl.core.batch import token_rows
+from hybridrl.core.batch import Batch, token_rows
+from hybridrl.core.pictures import placeholder_ids
 from hybridrl.core.rounding import beyond_rounding, rounded_otherwise
 from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
 from hybridrl.core.training.heads import Head, LogitRule, TopTokens
-from hybridrl.core.training.loading import blank_model, load_settings
+from hybridrl.core.training.loading import blank_model, from_settings, load_settings
 from hybridrl.core.training.packing import ModelInputs, pack_rows, separate_rows
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.token_outputs import LossGradient, OutputSpec, TokenOutputs, token_outputs
+from hybridrl.core.training.vision import NEVER, Vision
 from hybridrl.core.training.working_copies import WorkingCopies
 from hybridrl.required import required
 
@@ -54,6 +56,7 @@ class TokenModel(nn.Module):
         self.model = model
         self.replay: RouterReplay | None = None
         self.copies: WorkingCopies | None = None  # on a single rank
+        self.vision: Vision | None = None  # if the rows of the run have pictures
         # Larger ids are clamped: they are padding rows of the policy's head, hardly ever sampled.
         self.last_id = model.config.get_text_config().vocab_size - 1
         separate_rows(model)
@@ -64,9 +67,12 @@ class TokenModel(nn.Module):
             self.copies.gather()
         if self.replay is not None:
             self.replay.begin(inputs.carried.get("routes"))
+        pictures = {}
+        if inputs.pictures is not None:
+            pictures = required(self.vision).arguments(inputs.pictures)
         ids = inputs.input_ids.clamp(max=self.last_id)
         hidden = self.model.base_model(
-            input_ids=ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False
+            input_ids=ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False, **pictures
         ).last_hidden_state
         return hidden.flatten(0, 1)[inputs.predictors]
 
@@ -81,6 +87,8 @@ class LanguageModel(TokenModel):
         scale = (settings.get("logit_scale") or 1.0) / (settings.get("logits_scaling") or 1.0)
         scale *= settings.get("lm_head_multiplier") or 1.0
         self.rule = LogitRule(scale, settings.get("final_logit_softcapping"))
+        self.never_sampled = placeholder_ids(model.config)
+        self._placeholder_bias: Tensor | None = None
 
     def forward(
         self, inputs: ModelInputs, temperature: float, *, loss_gradient: LossGradient | None = None, **options: Any
@@ -110,14 +118,26 @@ class LanguageModel(TokenModel):
     def head(self) -> Head:
         """Return the head; unsharded only while the root's parameters are gathered."""
         linear = self.model.get_output_embeddings()
-        return Head(linear.weight, linear.bias, self.rule)
+        return Head(linear.weight, self._bias(linear), self.rule)
 
-    def own_log_probs(self, row: Tensor) -> Tensor:
+    def _bias(self, linear: nn.Linear) -> Tensor | None:
+        """Return the bias of the head. Engines sample no placeholder of a picture; here its logit is as low."""
+        if not self.never_sampled:
+            return linear.bias
+        like, present = linear.weight, self._placeholder_bias
+        if present is None or (present.device, present.dtype) != (like.device, like.dtype):
+            present = like.new_zeros(len(like))
+            present[self.never_sampled] = NEVER
+            self._placeholder_bias = present
+        return present if linear.bias is None else linear.bias + present
+
+    def own_log_probs(self, row: Tensor, **pictures: Any) -> Tensor:
         """Return the log-probs of a row's tokens after the first, from the model's own forward pass."""
         if self.copies is not None:
             self.copies.gather()
         # In float64, as log_softmax in float32 loses small probabilities of a large vocabulary on CPU.
-        logits = self.model(input_ids=row[None], use_cache=False).logits[0, :-1].double()
+        logits = self.model(input_ids=row[None], use_cache=False, **pictures).logits[0, :-1].double()
+        logits[:, self.never_sampled] += NEVER
         return logits.log_softmax(-1).gather(-1, row[1:, None]).squeeze(-1)
 
 
@@ -146,8 +166,7 @@ class ValueModel(TokenModel):
 def blank_language_model(config: ModelConfig, dtype: torch.dtype) -> LanguageModel:
     """Return the model of a directory or hub name without its weights, which `fill` reads once it is sharded."""
     settings = load_settings(config)
-    make = partial(AutoModelForCausalLM.from_config, trust_remote_code=config.trust_remote_code)
-    return LanguageModel(blank_model(make, settings, config, dtype))
+    return LanguageModel(blank_model(partial(from_settings, config=config), settings, config, dtype))
 
 
 def blank_value_model(config: ModelConfig, dtype: torch.dtype) -> ValueModel:
@@ -275,25 +294,44 @@ def check_log_probs(
     """Raise ValueError if log-probs computed here in this type differ from those of the model's own forward pass, one
     row at a time; collective, for a sharded model. They differ if a family transforms its logits otherwise than
     `LogitRule`, or if its attention needs more than masks, windows, caps and sinks. A limited reach of attention is
-    shortened here, as rows longer than the configured limit would cost too much."""
-    model = language_model.model
-    rows, training, name = _some_tokens(model.config), model.training, str(dtype).removeprefix("torch.")
+    shortened here, as rows longer than the configured limit would cost too much. If the run has pictures, they are
+    compared too, and must change the log-probs."""
+    model, texts, vision = language_model.model, _some_tokens(language_model.model.config), language_model.vision
+    batch, training, name = token_rows(texts), model.training, str(dtype).removeprefix("torch.")
+    batch = vision.sample_rows(*texts) if vision else batch
     language_model.eval()
     with _short_reach(model):
-        ours = language_model(slice_of(pack_rows(token_rows(rows), padded), group).to(device), 1.0).log_probs
+        inputs = pack_rows(batch, padded)
+        inputs = slice_of(vision.inputs(batch, inputs) if vision else inputs, group).to(device)
+        ours = language_model(inputs, 1.0).log_probs
+        if inputs.pictures is not None:
+            black = replace(inputs.pictures, pixels=torch.zeros_like(inputs.pictures.pixels))
+            unseen = torch.equal(language_model(replace(inputs, pictures=black), 1.0).log_probs, ours)
+        else:
+            unseen = False
         model.set_attn_implementation("eager")
-        own = [partial(language_model.own_log_probs, torch.tensor(row, device=device)) for row in rows]
+        own = [partial(_own_log_probs, language_model, batch.select([row]), device) for row in range(len(batch))]
         theirs = torch.cat([compute() for compute in own])
         with rounded_otherwise(name):
             again = torch.cat([compute() for compute in own])
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention.implementation(model.config))
     language_model.train(training)
+    if unseen:
+        raise ValueError(f"{model.config.model_type}: pictures do not change the log-probs of this family")
+    sampled = ~torch.isin(batch.response_ids, torch.tensor(language_model.never_sampled, dtype=torch.int64))
+    ours, theirs, again = (values.cpu()[sampled] for values in (ours, theirs, again))
     if difference := beyond_rounding(ours, theirs, name, again):
         together = f" by {group.size()} ranks together; set ulysses_sequence_parallel_size=1" if group else ""
         raise ValueError(
             f"{model.config.model_type}: the training log-probs differ from the model's own {difference}, so "
             f"this family cannot be trained here{together}"
         )
+
+
+def _own_log_probs(language_model: LanguageModel, row: Batch, device: torch.device) -> Tensor:
+    pictures = language_model.vision.own_arguments(row) if language_model.vision else {}
+    ids = torch.cat([row.prompt_ids, row.response_ids]).to(device)
+    return language_model.own_log_probs(ids, **{name: value.to(device) for name, value in pictures.items()})
 
 
 @torch.no_grad()

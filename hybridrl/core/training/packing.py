@@ -39,6 +39,21 @@ class SequenceSlice:
     total: int
 
 
+@dataclass(frozen=True)
+class PictureInputs:
+    """The distinct pictures of rows, one after another, and the feature that each placeholder of the rows reads."""
+
+    pixels: Tensor  # [patches, values]
+    grids: Tensor  # [pictures, 3] int64, in host memory: a tower reads it there
+    taken: Tensor  # [placeholders] int64, in the order of the flattened input
+    at: Tensor  # [placeholders] int64, their places in the flattened input; in host memory
+
+    def between(self, first: int, end: int) -> "PictureInputs":
+        """Return the inputs for a slice of the flattened input, with all pictures."""
+        inside = (self.at >= first) & (self.at < end)
+        return replace(self, taken=self.taken[inside], at=self.at[inside] - first)
+
+
 @dataclass
 class ModelInputs:
     """Rows as a model expects them: packed into one sequence of T tokens, or padded on the right to [B, T].
@@ -46,19 +61,23 @@ class ModelInputs:
     `carried` has the fields that a model reads; fields per token are in the order of the flattened input."""
 
     input_ids: Tensor  # [1, T] or [B, T]
-    position_ids: Tensor  # the same shape
+    position_ids: Tensor  # the same shape; with pictures [axes, 1, T] or [axes, B, T]
     predictors: Tensor  # [response tokens]
     targets: Tensor  # [response tokens]
     packed: PackedRows | None  # None: padded
     carried: dict[str, Tensor] = field(default_factory=dict)
     slice: SequenceSlice | None = None  # set if the tokens are only a slice of the packed rows
+    pictures: PictureInputs | None = None  # None if no row of the batch has a picture
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "ModelInputs":
         """Apply a function to every tensor."""
         packed = self.packed and replace(self.packed, boundaries=function(self.packed.boundaries))
         own: dict[str, Any] = {name: function(item) for name, item in vars(self).items() if isinstance(item, Tensor)}
         carried = {name: function(value) for name, value in self.carried.items()}
-        return replace(self, **own, packed=packed, carried=carried)
+        pictures = self.pictures
+        if pictures is not None:
+            pictures = replace(pictures, pixels=function(pictures.pixels), taken=function(pictures.taken))
+        return replace(self, **own, packed=packed, carried=carried, pictures=pictures)
 
     def to(self, device: torch.device) -> "ModelInputs":
         """Return the same inputs on a device; the host does not wait for the copy."""
@@ -116,7 +135,8 @@ def pack_rows(batch: Batch, padded: bool, ahead: int = 1) -> ModelInputs:
     else:
         positions, packed = places(torch.zeros_like(lengths), lengths), PackedRows.of(lengths.tolist())
     shape = (len(batch), longest) if padded else (1, size)
-    carried = {name: value for name, value in batch.carried.items() if declared(name).enters}
+    read = {name: value for name, value in batch.carried.items() if declared(name).enters}
+    carried = {name: value for name, value in read.items() if declared(name).axis != "items"}  # see vision.py
     for name, value in carried.items():
         if padded and declared(name).axis == "token":
             empty = value.new_full((size, *value.shape[1:]), declared(name).absent)

@@ -4,7 +4,7 @@ Executes the driver's plans on its share of the rows. Knows neither text, reward
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from hybridrl.config.schema import CriticConfig
 from hybridrl.core import device as devices
 from hybridrl.core.algorithms.algorithm import ForwardSpec
 from hybridrl.core.batch import Batch
+from hybridrl.core.pictures import Pixels
 from hybridrl.core.rounding import rounded_otherwise
 from hybridrl.core.spinning import give_way
 from hybridrl.core.training import losses
@@ -88,6 +89,16 @@ class TrainWorker:
         learner = self.models[name]
         assert isinstance(learner, Learner)
         return learner
+
+    def see(self, pixels: Mapping[int, ray.ObjectRef]) -> None:
+        """Keep the handles of the pixels of a batch, by digest; each rank fetches those of its micro-batches."""
+
+        def fetch(digests: Sequence[int]) -> list[Pixels]:
+            return ray.get([pixels[digest] for digest in digests])
+
+        for shard in self.models.values():
+            if shard.vision is not None:
+                shard.vision.fetch = fetch
 
     def padded(self) -> dict[str, bool]:
         """Return whether each model's rows are padded, by configuration or because its layers require it."""

@@ -3,7 +3,7 @@
 Runs on the driver. A step calls `old_log_probs`, `fill` and `update`; each fills fields of the batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, import
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
+from hybridrl.core.carried import PICTURE_DIGEST
 from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
+from hybridrl.core.pictures import PictureStore
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig, kl_of_teachers
 from hybridrl.core.training.planning import (
@@ -92,9 +94,18 @@ class SplitEpisodes(RuntimeError):
 class TrainWorkers:
     """The models of a run over all training ranks."""
 
-    def __init__(self, group: Group, plan: RankPlan, export_dtype: str, timeout: float) -> None:
+    def __init__(
+        self,
+        group: Group,
+        plan: RankPlan,
+        export_dtype: str,
+        timeout: float,
+        handles: Callable[[Iterable[int]], Mapping[int, Pending]] | None = None,
+    ) -> None:
+        """`handles` returns those of the pixels of pictures, by their digests (see `PictureStore`)."""
         self.group, self.models, self.policy, self.critic = group, plan.models, plan.policy, plan.critic
-        self.export_dtype, self.timeout = export_dtype, timeout
+        self.export_dtype, self.timeout, self.handles = export_dtype, timeout, handles or PictureStore().handles
+        self._seen = frozenset[int]()  # digests of the pictures whose handles the ranks have
         self.watch = Stopwatch()
         self.skipped_in_a_row = {"actor": 0, "critic": 0}
         self.most_skipped_in_a_row = 0
@@ -141,10 +152,19 @@ class TrainWorkers:
         budget = self.models[name].budget
         # A teacher reads longer rows than the policy: its context replaces the prompt.
         shares = plan(Pieces.single(batch.in_context().lengths.numpy()), len(self.group), budget)
-        rows = self.group.share(batch)
+        rows = self._share(batch)
         parts = [(name, rows, micro_batches, spec) for micro_batches in shares]
         columns = self._scatter(TrainWorker.forward, parts, shares, batch, name)
         return _in_row_order(columns, shares, batch.response_lengths, budget)
+
+    def _share(self, batch: Batch) -> Pending:
+        """Share rows with all ranks, which keep the handles of the rows' pictures until other rows are shared."""
+        digests = batch.carried.get(PICTURE_DIGEST)
+        seen = frozenset(() if digests is None else digests.tolist())
+        if seen != self._seen:
+            self.group.broadcast(TrainWorker.see, self.handles(seen), timeout=control_limit(self.timeout))
+            self._seen = seen
+        return self.group.share(batch)
 
     def _scatter(
         self, method: Callable[..., Any], parts: list[tuple], shares: list[MicroBatches], batch: Batch, model: str
@@ -260,7 +280,7 @@ class TrainWorkers:
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Return each rank's micro-batches of all mini-batches, flat; and the shared rows with its mini-batches."""
         of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks, teachers, size)
-        shared = self.group.share(batch.with_episode_tokens(masks).only(*fields))
+        shared = self._share(batch.with_episode_tokens(masks).only(*fields))
         flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
         return flat, [(shared, of_rank) for of_rank in of_ranks]
 

@@ -7,8 +7,9 @@ once, by NCCL on CUDA and by Gloo on CPU, in a process group of this rank and th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,13 @@ import torch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch, token_rows
+from hybridrl.core.carried import Encoded, Fields, declared
 from hybridrl.core.cluster import Group
+from hybridrl.core.pictures import NO_PIXELS, Pixels
 from hybridrl.core.rounding import beyond_rounding, coarser
 from hybridrl.core.weights.buckets import Bucket, Handle, SyncPlan
 
+IMPOSSIBLE = -1e4  # the log-prob of a placeholder of a picture is below, and is minus infinity in an engine
 # A bucket in a rank's memory: the handle, if an engine on its device will open it, and the digest of the bytes.
 Filled = tuple[Handle | None, int]
 
@@ -70,14 +74,17 @@ class WeightTarget(Protocol):
     async def held_sync(self) -> int:
         """Return the id of the weight sync whose weights the engine uses."""
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """Return the log-probs of the tokens of a sequence after its first one, without sampling."""
+    async def score(
+        self, token_ids: list[int], carried: Fields | None = None, pixels: Mapping[int, Pixels] = NO_PIXELS
+    ) -> list[float]:
+        """Return the log-probs of the tokens of a sequence after its first one, without sampling. `carried` names the
+        pictures in it; `pixels` has theirs, by digest."""
 
 
 class WeightSync(ABC):
     """Brings the trainers' weights to the rollout engines and proves that they have arrived; created once both are
-    built. `probe` is a fixed sequence of token ids whose log-probs prove each sync. `train_dtype` is the type that the
-    trainers compute in."""
+    built. `probe` is a fixed sequence of token ids whose log-probs prove each sync; a run with pictures has one in it,
+    as an engine may keep features of an earlier tower. `train_dtype` is the type that the trainers compute in."""
 
     shared = False  # whether engines open the ranks' memory
 
@@ -87,14 +94,15 @@ class WeightSync(ABC):
         servers: Group,
         rollout: RolloutConfig,
         *,
-        probe: list[int],
+        probe: Encoded,
         train_dtype: str,
         timeout: float,
+        pixels: Mapping[int, Pixels] = NO_PIXELS,
     ) -> None:
         self.trainers, self.servers, self.timeout = trainers, servers, timeout
         self.tp_size = rollout.tensor_model_parallel_size
         self.rounded = coarser(train_dtype, rollout.dtype or train_dtype)  # its rounding explains differences
-        self.probe = probe
+        self.probe, self.pixels = probe, pixels
         self.rounding = torch.empty(0)  # change of the log-probs of the probe if the last bits of `rounded` flip
         self.sync_id = 0  # counts syncs: a version that is published again gets a new one
         self.version = -1
@@ -119,7 +127,10 @@ class WeightSync(ABC):
         self.send_all(range(len(self.servers)))
 
     def _probed(self, rounding: str) -> torch.Tensor:
-        arguments = "actor", token_rows([self.probe]), [[0]], None, rounding
+        carried = {name: torch.from_numpy(value) for name, value in self.probe.carried.items()}
+        counts = {declared(name).lengths: torch.tensor([len(value)]) for name, value in carried.items()}
+        row = replace(token_rows([self.probe.ids]), carried=counts | carried)
+        arguments = "actor", row, [[0]], None, rounding
         return torch.tensor(self.trainers.broadcast(WeightSource.forward, *arguments, timeout=self.timeout)[0][0])
 
     def restore(self, index: int) -> None:
@@ -187,11 +198,14 @@ class WeightSync(ABC):
                     f"rollout server {server} computes with the weights of weight sync {sync_id}, but the trainer's "
                     f"are those of {self.sync_id}, so no responses are sampled"
                 )
-        scores = servers.broadcast(WeightTarget.score, self.probe, timeout=self.timeout)
+        pictures = (dict(self.probe.carried), self.pixels) if self.probe.carried else ()
+        scores = servers.broadcast(WeightTarget.score, self.probe.ids, *pictures, timeout=self.timeout)
+        possible = self.expected > IMPOSSIBLE
+        expected, rounding = self.expected[possible], self.rounding[possible]
         for server, log_probs in zip(indices, scores, strict=True):
-            computed = torch.tensor(log_probs)
-            self.gaps.append(float((computed - self.expected).abs().max()))
-            if difference := beyond_rounding(computed, self.expected, self.rounded, self.expected + self.rounding):
+            computed = torch.tensor(log_probs)[possible]
+            self.gaps.append(float((computed - expected).abs().max()))
+            if difference := beyond_rounding(computed, expected, self.rounded, expected + rounding):
                 raise StaleWeights(
                     f"after the weight sync, rollout server {server} differs from the trainer in the log-probs of a "
                     f"fixed sequence {difference}. Every bucket that was sent has arrived as it was, so the engine "

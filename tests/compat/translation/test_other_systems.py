@@ -84,7 +84,7 @@ def test_a_file_with_keys_of_another_system_is_rejected_likewise(load, tmp_path)
         ("SkyRL", "trainer.strategy=jax", "training runs on FSDP2; set fsdp2"),
         ("SkyRL", "generator.no_such_key=1", "it has no counterpart here; leave it out"),
         ("SkyRL", "trainer.algorithm.dynamic_sampling.type=replace", "replacing prompts is not supported"),
-        ("verl", "data.image_key=images", "rows with images, videos or sounds are not supported yet"),
+        ("verl", "data.video_key=videos", "videos and sounds are not trained"),
         ("AReaL", "actor.init_from_scratch=true", "training starts from a model's weights; set false"),
         ("AReaL", "actor.backend=megatron", "only devices in one group, such as megatron:d4t2e2, are translated"),
         (

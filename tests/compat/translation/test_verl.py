@@ -67,7 +67,7 @@ def test_every_key_of_verl_is_checked() -> None:
 def test_verl_s_own_defaults_are_accepted_and_are_not_warned_of_without_reason() -> None:
     plain = {key: value for key, value in verl_defaults().items() if value != "???" and "${" not in str(value)}
     plain |= {"actor_rollout_ref.rollout.name": "vllm"}
-    for key in ("data.image_key", "data.video_key", "data.audio_key"):
+    for key in ("data.video_key", "data.audio_key"):
         del plain[key]  # a command that names them has such rows; a file may, as verl's own
     overrides = [f"++{key}={json.dumps(value)}" for key, value in plain.items()]
     found = resolve_config(PPOConfig, overrides, "ppo_trainer", offline=True).findings
@@ -81,8 +81,9 @@ def test_real_command_lines_are_accepted_unless_they_use_what_is_not_supported(f
     for line in command_lines(file):
         findings = resolve_config(PPOConfig, line["overrides"], "ppo_trainer", offline=True).findings
         errors = {} if line["unset_vars"] else {finding.code: finding.text for finding in findings.errors}
-        remote = any("remote sandboxes are" in text for text in errors.values())
-        assert not errors or "unsupported" in errors or remote, line["script"]
+        others = ("remote sandboxes are", "it is of a family that reads pictures or sounds and is not trained")
+        other = any(reason in text for reason in others for text in errors.values())
+        assert not errors or "unsupported" in errors or other, line["script"]
 
 
 @at_hand
@@ -406,3 +407,16 @@ def test_offline_neither_this_machine_s_files_nor_its_devices_count() -> None:
     assert absent == ["data.train_files", "actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.model.path"]
     assert result.config is not None
     assert result.config.data.train_files == ["/no/x.parquet"]
+
+
+def test_pictures_are_rows_of_the_model_s_own_patches(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"patch_size": 16}')
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    (tmp_path / "model.safetensors").touch()
+    keys = [*GRPO, f"actor_rollout_ref.model.path={tmp_path}", "data.return_multi_modal_inputs=false"]
+    more = ["data.image_key=shown", "+data.mm_processor_kwargs.max_pixels=65536", "data.image_patch_size=16"]
+    loaded = load(*keys, *more)
+    assert loaded.config.data.image_key == "shown" and loaded.config.data.mm_processor_kwargs == {"max_pixels": 65536}
+    assert not [note for note in loaded.notes if "image" in note or "multi_modal" in note]
+    with pytest.raises(ConfigError, match=r"data.image_patch_size=14: .* set 16, or leave it out"):
+        load(*keys, "data.image_patch_size=14")

@@ -13,17 +13,16 @@ from ..translation.test_asynchronous import accepted, notes, resolved
 COMMANDS = Path(__file__).parents[4] / "shared" / "data" / "verl_sglang.jsonl"
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE, ARGUMENTS = f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.engine_kwargs.sglang"
-IMAGES = "data.image_key=images: rows with images, videos or sounds are not supported yet"
 ASCEND = f"{ARGUMENTS}.attention_backend=ascend: this attention is for NPUs; set fa3, flashinfer or triton"
 # A script -> what its error says; nothing where the command is accepted.
 SCRIPTS = {
-    "grpo_trainer/run_glm4_1v_9b_fsdp": IMAGES,
+    "grpo_trainer/run_glm4_1v_9b_fsdp": "",
     "grpo_trainer/run_qwen2_5_32b_fsdp": "",
     "grpo_trainer/run_qwen3_4b_fsdp": "",
-    "grpo_trainer/run_qwen3_5_27b_fsdp": IMAGES,
-    "grpo_trainer/run_qwen3_5_35b_fsdp": IMAGES,
-    "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp": IMAGES,
-    "profile/run_qwen2_5_vl_7b_torch_memory": IMAGES,
+    "grpo_trainer/run_qwen3_5_27b_fsdp": "",
+    "grpo_trainer/run_qwen3_5_35b_fsdp": "",
+    "grpo_trainer/run_qwen3_vl_30b_a3b_fsdp": "",
+    "profile/run_qwen2_5_vl_7b_torch_memory": "",
     "special_e2e/run_v1_colocate_async_disrm": "",
     "special_npu/quick_start/run_qwen3_0_6b_fsdp2_sglang_ascend": ASCEND,
 }
@@ -48,7 +47,7 @@ def test_a_recorded_command_is_accepted_or_rejected_for_another_reason(script: s
     rollout, written = result.config.actor_rollout_ref.rollout, dict(text.split("=", 1) for text in overrides)
     assert rollout.name == "sglang"
     assert rollout.tensor_model_parallel_size == int(written[f"{ROLLOUT}.tensor_model_parallel_size"])
-    assert rollout.enable_chunked_prefill == (f"{ROLLOUT}.enable_chunked_prefill" not in written)
+    assert str(rollout.enable_chunked_prefill) == written.get(f"{ROLLOUT}.enable_chunked_prefill", "True")
     assert not rollout.enforce_eager
 
 

@@ -14,6 +14,7 @@ from hybridrl.core.experience.collector import Collected, NothingToLearnFrom, Sa
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import Episode
+from hybridrl.core.pictures import Picture
 from hybridrl.core.rollout import Completion, Request, Sampling, request_seed
 from hybridrl.core.rollout.engine import RejectedRequest
 from hybridrl.data.order import Curriculum, PromptOrder
@@ -675,3 +676,42 @@ def test_responses_without_a_function_are_faults_only_if_the_reward_model_gives_
     experience.rate = lambda episodes: [replace(one, score=too_long) for one in episodes]
     with pytest.raises(NothingToLearnFrom, match="the conversation has 99 tokens"):
         collect(experience)
+
+
+# Pictures.
+
+
+def test_a_prompt_whose_pictures_cannot_be_read_is_a_fault_that_costs_no_other():
+    experience = build([[0, 1], [1, 0], [0, 1]], step=3)
+    experience.prompts[1] = replace(experience.prompts[1], fault="row 2: there is no file 'a.png'")
+    client = Client()
+    collected = collect(experience, client)
+    assert positions(collected) == [0, 0, 2, 2] and required(collected.batch.rewards).tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert collected.metrics["reward/faults/picture"] == 2
+    assert collected.samples[2].score.detail == "row 2: there is no file 'a.png'"
+    assert [request.prompt_ids[0] for request in client.calls[0][0]] == [0, 0, 2, 2]
+
+
+def test_a_step_in_which_no_picture_can_be_read_says_so():
+    experience = build([[0, 1], [1, 0]])
+    experience.prompts = [replace(prompt, fault="row 1: there is no file") for prompt in experience.prompts]
+    with pytest.raises(NothingToLearnFrom, match="there is no file"):
+        collect(experience)
+
+
+def test_pictures_are_read_in_the_order_of_the_step_and_then_those_of_the_next():
+    experience, asked = build([GOOD] * 5, step=2), []
+    experience.read_ahead = lambda rows, limit: asked.append((list(rows), limit))
+    for _ in range(3):
+        collect(experience)
+    whole, ahead = float("inf"), 2**30
+    # The third step runs over into the next epoch, whose order may depend on this step.
+    expected = [[0, 1], [2, 3], [2, 3], [4], [4, 0], [1, 2]]
+    assert asked == [(rows, ahead if number % 2 else whole) for number, rows in enumerate(expected)]
+
+
+def test_a_step_reports_how_long_it_waited_for_pictures():
+    experience = build([GOOD] * 2)
+    assert "timing_s/pictures" not in collect(experience).metrics
+    experience.prompts = [replace(prompt, pictures=(Picture(1, 1, {}),)) for prompt in experience.prompts]
+    assert 0 <= collect(experience).metrics["timing_s/pictures"] < 1

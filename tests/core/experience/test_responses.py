@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START
 from hybridrl.core.experience.batching import GroupFilter
 from hybridrl.core.experience.collector import SynchronousExperience
 from hybridrl.core.experience.responses import HEADER, ResponseStore
@@ -132,6 +133,20 @@ def test_the_experts_of_a_response_are_in_the_spool(tmp_path):
     routes = found.carried["routes"]
     assert np.array_equal(routes, completion.carried["routes"]) and routes.dtype == np.int16
     assert np.array_equal(found.token_ids, completion.token_ids)
+
+
+def test_a_response_to_another_picture_is_not_found(tmp_path):
+    request, completion = with_routes()
+    seeing, other = (
+        replace(request, carried={PICTURE_DIGEST: np.array([digest]), PICTURE_START: np.array([1], np.int32)})
+        for digest in (5, 6)
+    )
+    first, second = spool(tmp_path), spool(tmp_path)
+    first.open(1, "w")
+    first.add(seeing, completion)
+    second.open(1, "w")
+    assert second.find(other) is None and second.find(request) is None
+    assert required(second.find(seeing)).completion.token_ids.tolist() == [0, 1, 2]
 
 
 def test_and_in_a_checkpoint_together_with_responses_that_have_none():

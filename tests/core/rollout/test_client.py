@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START
 from hybridrl.core.cluster.dispatch import ActorLost, in_lists
 from hybridrl.core.rollout import (
     Completion,
@@ -22,6 +25,7 @@ from hybridrl.core.rollout import (
 )
 from hybridrl.core.rollout.client import ServerState
 from hybridrl.core.rollout.engine import RejectedRequest
+from hybridrl.core.rollout.suspects import PendingRequest, Suspects
 from hybridrl.required import required
 
 SAMPLING = Sampling(max_tokens=4, stop_ids=(0,))
@@ -34,13 +38,15 @@ class FakeServer:
     def __init__(self, number: int = 0, *, dies: int | None = None, hangs: bool = False, well: bool = False) -> None:
         self.number, self.dies, self.hangs, self.well = number, dies, hangs, well
         self.submitted: list[list[tuple[int, int]]] = []
+        self.handles: list[object] = []
         self.queue: list[tuple[int, Request]] = []
         self.killed = asyncio.Event()
         self.per_take = 100
         self.most = 0
         self.returned = 0
 
-    def submit(self, requests: list[tuple[int, Request]], goal=None) -> None:
+    def submit(self, requests: list[tuple[int, Request]], goal=None, handles=None) -> None:
+        self.handles.append(handles)
         self.submitted.append([(request.prompt, request.sample) for _, request in requests])
         self.queue += requests
         self.most = max(self.most, len(self.queue))
@@ -195,6 +201,72 @@ def test_generating_while_the_engines_sleep_raises():
     made.available = False
     with pytest.raises(ModeError, match="generate was called while the devices are in training mode"):
         made.generate_all(requests(1))
+
+
+# Pictures.
+
+
+def seeing(number: int, *digests: int) -> Request:
+    starts = np.arange(len(digests), dtype=np.int32)
+    carried = {PICTURE_DIGEST: np.array(digests, np.int64), PICTURE_START: starts}
+    return Request(number, 0, [number], number, SAMPLING, carried=carried)
+
+
+def test_a_call_has_the_handle_of_each_picture_that_its_requests_name_once():
+    server, asked = FakeServer(), []
+
+    def handles(digests: Iterable[int]) -> dict[int, str]:
+        asked.append(sorted(digests))
+        return {digest: f"handle {digest}" for digest in asked[-1]}
+
+    made = client([server], handles=handles)
+    wanted = [seeing(0, 5), seeing(1, 6, 5), *requests(3)[4:]]
+    assert tokens(made.generate_all(wanted)) == expected(wanted)
+    assert asked[:2] == [[5], [5, 6]] and server.handles == [{5: "handle 5", 6: "handle 6"}]
+    made.generate_all(requests(1))
+    assert server.handles[1:] == [None], "and a call without pictures is as it always was"
+
+
+def test_a_rebuilt_server_gets_the_handles_of_what_it_retries():
+    made, wanted = (
+        client([FakeServer(dies=0)], handles=lambda digests: {digest: digest for digest in digests}),
+        seeing(0, 5),
+    )
+    assert tokens(made.generate_all([wanted])) == expected([wanted])
+    assert rebuilt(made).handles == [{5: 5}]
+
+
+def test_pictures_that_no_store_has_are_an_error():
+    with pytest.raises(KeyError, match="5"):
+        client([FakeServer()]).generate_all([seeing(0, 5)])
+
+
+async def test_the_rest_of_an_interrupted_response_has_its_pictures():
+    server, request = PatientServer(), seeing(0, 5)
+    made = client([server], handles=lambda digests: {digest: digest for digest in digests})
+    future = made.generate(request)
+    await settled()
+    server.step()
+    await made.interrupt()
+    made.resume()
+    await settled()
+    server.step(3)
+    assert (await future).token_ids.tolist() == [0, 1, 2, 3]
+    assert [rest.pictures for rest in server.requests] == [[(5, 0)], [(5, 0)]] and server.handles == [{5: 5}, {5: 5}]
+
+
+def test_the_same_tokens_with_another_picture_are_not_fatal_with_a_fatal_request():
+    suspects, loop = Suspects(), asyncio.new_event_loop()
+    fatal, *others = (
+        PendingRequest(number, loop.create_future(), replace(seeing(number, digest), prompt_ids=[1, 2]))
+        for number, digest in enumerate((5, 5, 6))
+    )
+    suspects.window, suspects.fatal = 1, [(fatal, "it died")]
+    for job in others:
+        job.suspect = True
+    waiting = deque(others)
+    assert suspects.withhold(waiting, []) == [] and [job.request.pictures for job in waiting] == [[(6, 0)]]
+    loop.close()
 
 
 # Lost servers.
@@ -543,11 +615,13 @@ class PatientServer(FakeServer):
         self.parts: dict[int, tuple[Request, list[int]]] = {}
         self.requests: list[Request] = []
         self.goals: list[object] = []
+        self.handles: list[object] = []
         self.ready: asyncio.Queue | None = None
 
-    def submit(self, requests, goal=None) -> None:
+    def submit(self, requests, goal=None, handles=None) -> None:
         self.ready = self.ready or asyncio.Queue()
         self.goals.append(goal)
+        self.handles.append(handles)
         for ticket, request in requests:
             self.requests.append(request)
             self.parts[ticket] = request, []

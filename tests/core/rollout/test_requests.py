@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START
 from hybridrl.core.rollout.engine import FatalRequest, RejectedRequest, Request, Sampling
 from hybridrl.core.rollout.vllm.engine import checked_params
 
@@ -75,6 +76,32 @@ def test_a_sound_request_is_accepted_up_to_every_limit():
     ids = np.array([0, 99] * 7 + [1])
     parameters = checked_params(Request(0, 0, ids, 2**63 - 1, sampling), 100, 16)
     assert parameters.max_tokens == 4 and parameters.stop == ["\ud800", "a" * 9999]
+
+
+@pytest.mark.parametrize(
+    ("ids", "places", "reason"),
+    [
+        ([1, 7, 7, 2, 7], [range(1, 3), range(4, 5)], ""),
+        ([1, 2], [], ""),
+        ([7, 7, 7], [range(0, 1), range(1, 3)], ""),
+        ([1, 7, 7, 2], [], "token 1 of the prompt is a placeholder outside the places of its 0 pictures"),
+        ([1, 7, 7, 2], [range(1, 2)], "token 2 of the prompt is a placeholder outside the places of its 1 pictures"),
+        ([1, 7, 7, 2], [range(1, 4)], "token 3 of the prompt is no placeholder in the places of its 1 pictures"),
+        ([1, 7, 7, 2], [range(0, 2)], "token 0 of the prompt is no placeholder in"),
+        ([1, 7, 7], [range(1, 4)], "token 3 of the prompt is no placeholder in"),
+        ([1, 8], [], "token 1 of the prompt is a placeholder outside"),
+        ([1, 8], [range(1, 2)], "a picture's placeholder is the token id 7, and not 8"),
+    ],
+)
+def test_the_placeholders_of_a_prompt_are_exactly_the_places_of_its_pictures(ids, places, reason):
+    count = len(places)
+    carried = {PICTURE_DIGEST: np.arange(count), PICTURE_START: np.array([place.start for place in places], np.int32)}
+    request = replace(SOUND, prompt_ids=ids, carried=carried)
+    if not reason:
+        assert checked_params(request, 100, 16, (7, 8), places).ignore_eos
+        return
+    with pytest.raises(RejectedRequest, match=reason):
+        checked_params(request, 100, 16, (7, 8), places)
 
 
 @pytest.mark.parametrize("kind", [RejectedRequest, FatalRequest])

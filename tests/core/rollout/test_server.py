@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START
 from hybridrl.core.rollout import Request, Sampling
 from hybridrl.core.rollout.engine import EngineEntry, RejectedRequest
 from hybridrl.core.rollout.ladder import EngineOutOfMemory
@@ -40,8 +42,8 @@ class FakeEngine:
     async def interrupt(self) -> None:
         self.events.append("interrupt")
 
-    async def generate(self, request: Request) -> int:
-        self.events.append(request.seed)
+    async def generate(self, request: Request, pixels: object = None) -> int:
+        self.events += [request.seed, *([pixels] if pixels else [])]
         self.unfinished += 1
         await asyncio.sleep(0.01)
         if self.broken:
@@ -85,6 +87,10 @@ async def started(monkeypatch: pytest.MonkeyPatch, gpus: list[str] | None = None
 def fake(server: RolloutServer) -> FakeEngine:
     assert isinstance(server.engine, FakeEngine)
     return server.engine
+
+
+def pictures(*digests: int) -> dict[str, np.ndarray]:
+    return {PICTURE_DIGEST: np.array(digests, np.int64), PICTURE_START: np.arange(len(digests), dtype=np.int32)}
 
 
 def requests(count: int) -> list[tuple[int, Request]]:
@@ -140,6 +146,42 @@ def test_a_request_that_the_engine_rejects_or_fails_on_has_its_fault_and_the_oth
     (_, first), (_, fault), (_, third) = asyncio.run(asyncio.wait_for(take(), 10))
     assert (first, third) == (0, 10) and isinstance(fault, RejectedRequest)
     assert str(fault) == ("the engine failed on a request, KeyError: -1" if ids else "no prompt")
+
+
+async def test_requests_have_the_pixels_that_they_name_and_start_in_the_order_of_the_calls(monkeypatch):
+    server, arrived = await started(monkeypatch), asyncio.get_running_loop().create_future()
+
+    def seeing(number: int, *digests: int) -> tuple[int, Request]:
+        return number, replace(requests(1)[0][1], seed=number, carried=pictures(*digests))
+
+    other = asyncio.get_running_loop().create_future()
+    other.set_result({"pixel_values": 8})
+    calls = [
+        server.submit([seeing(1, 5), seeing(2, 5, 6), seeing(3)], None, {5: arrived, 6: other}),
+        server.submit([seeing(4)]),
+        server.interrupt(),
+        server.submit([seeing(7)]),
+    ]
+    called = asyncio.gather(*calls)
+    await asyncio.sleep(0.02)
+    assert fake(server).events == ["connect"], "nothing overtakes the requests whose pixels have not arrived"
+    arrived.set_result({"pixel_values": 9})
+    await called
+    await asyncio.sleep(0)
+    first, second = {"pixel_values": 9}, {"pixel_values": 8}
+    assert [event for event in fake(server).events if event not in ("connect", "interrupt")] == [
+        *(1, {5: first}),
+        *(2, {5: first, 6: second}),
+        *(3, 4, 7),
+    ]
+
+
+async def test_pixels_that_are_lost_are_an_error_of_the_server(monkeypatch):
+    server, lost = await started(monkeypatch), asyncio.get_running_loop().create_future()
+    lost.set_exception(RuntimeError("the object store lost them"))
+    await server.submit([(1, replace(requests(1)[0][1], carried=pictures(5)))], None, {5: lost})
+    with pytest.raises(RuntimeError, match="the engine failed: RuntimeError: the object store lost them"):
+        await server.take()
 
 
 async def test_an_engine_whose_log_says_that_memory_was_lacking_fails_with_that_line_and_from_then_on(monkeypatch, log):

@@ -15,6 +15,7 @@ from vllm.lora.layers import BaseLayerWithLoRA
 from hybridrl.core.rollout.engine import Request, Sampling
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
 from hybridrl.core.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments
+from hybridrl.core.rollout.vllm.pictures import PicturePrompts
 from hybridrl.core.rollout.vllm.settings import vllm_environment
 from hybridrl.core.rollout.vllm.worker import unwrap_adapted_layers, wrap_adapted_layers
 from hybridrl.required import required
@@ -56,7 +57,7 @@ def test_an_engine_that_has_only_its_weights_goes_to_sleep_fully():
 class EndingEngine:
     """Ends each request at once, for this reason; `reset` is what it answers to a reset of its cache."""
 
-    model_config = SimpleNamespace(get_vocab_size=lambda: 100, max_model_len=50)
+    model_config = SimpleNamespace(get_vocab_size=lambda: 100, max_model_len=50, hf_config=None)
 
     def __init__(self, failure: str = "", reset: bool = True) -> None:
         self.failure, self.reset, self.names = failure, reset, []
@@ -80,6 +81,7 @@ class EndingEngine:
 def around(vllm: EndingEngine) -> VllmEngine:
     engine = VllmEngine.__new__(VllmEngine)
     engine.loop, engine.adapted, engine.observer = EngineLoop(lambda: vllm), False, Observer()
+    engine.prompts = PicturePrompts(vllm, 0)
     engine.collector, engine.sync_id, engine.version = Collector(engine.observer), 3, 2
     return engine
 

@@ -26,7 +26,7 @@ from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.state import Sender, state_of
 from hybridrl.core.weights.buckets import buffer_bytes
 from hybridrl.required import required
-from hybridrl.runs.prepare import check_adapter
+from hybridrl.runs.models import check_adapter
 from tests.core.training.families import load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
 from tests.core.training.test_state import fsdp_config, optimizer_config

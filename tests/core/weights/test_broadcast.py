@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.core import device as devices
+from hybridrl.core.carried import Encoded
 from hybridrl.core.weights.buckets import Bucket, SyncPlan, digest
 from hybridrl.core.weights.sync import BroadcastSync
 
@@ -254,7 +255,9 @@ def start():
 def synced(trainer: Actor, engines: Workers) -> BroadcastSync:
     buckets = SimpleNamespace(update_weights_bucket_megabytes=1)
     rollout = SimpleNamespace(tensor_model_parallel_size=1, dtype="float32", checkpoint_engine=buckets)
-    return BroadcastSync(Workers([trainer]), engines, rollout, probe=[1, 2], train_dtype="float32", timeout=SECONDS)
+    return BroadcastSync(
+        Workers([trainer]), engines, rollout, probe=Encoded([1, 2]), train_dtype="float32", timeout=SECONDS
+    )
 
 
 @pytest.mark.slow

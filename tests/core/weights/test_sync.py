@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybridrl.core.batch import token_rows
+from hybridrl.core.carried import Encoded
 from hybridrl.core.weights.buckets import Bucket, SyncPlan, Tensor
 from hybridrl.core.weights.sync import BroadcastSync, ColocatedSync, StaleWeights, WeightSync
 
@@ -112,7 +113,7 @@ def built(plan: SyncPlan = WHOLE_MODEL, tp_size: int = 1, kind: type[WeightSync]
     )
     ranks, servers = Ranks(calls, ["r0", "r1"]), Servers(calls, ["s0", "s1"][: 2 // tp_size])
     ranks.plan, servers.held = plan, {}
-    sync = kind(ranks, servers, rollout, probe=PROBE, train_dtype="float32", timeout=1.0)
+    sync = kind(ranks, servers, rollout, probe=Encoded(PROBE), train_dtype="float32", timeout=1.0)
     calls.clear()
     return sync, calls
 

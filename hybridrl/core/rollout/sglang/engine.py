@@ -124,6 +124,8 @@ class SglangEngine:
     async def generate(self, request: Request) -> Completion:
         vocabulary = self.front.model_config.vocab_size
         request.check(vocabulary, self.context)
+        if request.pictures:
+            raise RejectedRequest("the prompt has pictures, and SGLang is not given pictures yet")
         if request.prompt_log_probs is not None:
             raise RejectedRequest("prompt_logprobs: SGLang's engine has none")
         name, version, params = request.new_name(), self.version, sampling_params(request, vocabulary, self.context)

@@ -6,6 +6,7 @@ packed per token. An engine over several devices has a further process for each 
 
 import json
 import os
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import psutil
-from vllm import EngineArgs, SamplingParams, TokensPrompt
+from vllm import EngineArgs, SamplingParams
 from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.exceptions import VLLMValidationError
+from vllm.inputs import EngineInput, PromptType
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -24,10 +26,21 @@ from hybridrl.config.custom_code import import_libraries
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core import device as devices
-from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes
-from hybridrl.core.rollout.engine import Completion, EngineStats, Goal, Progress, RejectedRequest, Request
+from hybridrl.core.carried import Fields
+from hybridrl.core.pictures import NO_PIXELS, Pixels, placeholder_ids
+from hybridrl.core.rollout.cache import cache_bytes_per_token, cpu_cache_bytes, model_settings
+from hybridrl.core.rollout.engine import (
+    Completion,
+    EngineStats,
+    Goal,
+    Progress,
+    RejectedRequest,
+    Request,
+    Sampling,
+)
 from hybridrl.core.rollout.vllm import repairs
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
+from hybridrl.core.rollout.vllm.pictures import PicturePrompts, picture_arguments
 from hybridrl.core.rollout.vllm.settings import CPU_BLOCK
 from hybridrl.core.rollout.vllm.worker import BACKEND, LIBRARIES, EngineProcess, adapter_request
 from hybridrl.core.weights.buckets import Bucket, Handle, bucket_description
@@ -57,6 +70,7 @@ class VllmEngine:
         import_libraries(model.external_lib)
         self.device, self.sleeps, self.model = device, rollout.free_cache_engine, model
         self.delivers_routes = device == "cpu" and bool(rollout.enable_rollout_routing_replay)
+        self.limit_images = rollout.limit_images or 0
         self.adapted = bool(model.lora_rank) and not model.lora.merge
         self.sync_id = 0
         self.version = -1
@@ -72,18 +86,22 @@ class VllmEngine:
             settings.aux_output_config.enable_return_routed_experts = True
         engine = Engine.from_vllm_config(settings)
         engine.output_processor, engine.logger_manager = self.collector, self.observer
+        self.prompts = PicturePrompts(engine, self.limit_images)
         return engine
 
     async def connect(self) -> None:
         await self.loop.start()
         await self._call_workers("init_weight_transfer_engine", {})
+        if self.prompts.placeholders:
+            await self._call_workers("mask_tokens", self.prompts.placeholders)
         if self.delivers_routes:
             await self._call_workers("deliver_routes")
         unlink_segments()
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, pixels: Mapping[int, Pixels] = NO_PIXELS) -> Completion:
         model, version = required(self.loop.engine).model_config, self.version
-        parameters = checked_params(request, model.get_vocab_size(), model.max_model_len)
+        placeholders, places = self.prompts.placeholders, self.prompts.places(request, pixels)
+        parameters = checked_params(request, model.get_vocab_size(), model.max_model_len, placeholders, places)
         if parameters.stop:
             self._read_texts()
         self.observer.submitted()
@@ -92,14 +110,13 @@ class VllmEngine:
             self.collector.begun[name] = request.begun
         if request.hear:
             self.collector.hear[name] = request.hear
-        response = await self._respond(name, request.prompt_ids, parameters)
+        response = await self._respond(name, self.prompts.prompt(request, places, pixels), parameters)
         token_ids = np.asarray(response.token_ids, dtype=np.int64)
         ended = response.truncated, version, response.interrupted
         return Completion(token_ids, response.log_probs, *ended, response.carried)
 
-    async def _respond(self, name: str, prompt_ids: list[int], parameters: SamplingParams) -> EngineResponse:
+    async def _respond(self, name: str, prompt: PromptType | EngineInput, parameters: SamplingParams) -> EngineResponse:
         adapter = adapter_request(self.sync_id) if self.adapted else None
-        prompt = TokensPrompt(prompt_token_ids=prompt_ids)
         response = await self.loop.generate(name, prompt, parameters, lora_request=adapter)
         if response.failure:
             raise RuntimeError(f"vLLM ended the request after {len(response.token_ids)} tokens: {response.failure}")
@@ -112,9 +129,13 @@ class VllmEngine:
             trusted = self.model.trust_remote_code
             self.collector.tokenizer = read_tokenizer(place, trusted=trusted)
 
-    async def score(self, token_ids: list[int]) -> list[float]:
+    async def score(
+        self, token_ids: list[int], carried: Fields | None = None, pixels: Mapping[int, Pixels] = NO_PIXELS
+    ) -> list[float]:
         parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        probe = await self._respond(f"probe-{os.urandom(4).hex()}", token_ids, parameters)
+        request = Request(0, 0, token_ids, 0, Sampling(1, ()), carried=carried or {})
+        prompt = self.prompts.prompt(request, self.prompts.places(request, pixels), pixels)
+        probe = await self._respond(f"probe-{os.urandom(4).hex()}", prompt, parameters)
         return probe.carried["prompt_log_probs"][1:, 0, 1].tolist()
 
     async def hold(self) -> None:
@@ -181,10 +202,13 @@ class VllmEngine:
         return self.sync_id
 
     async def _empty_cache(self) -> None:
-        """Drop all cached prefixes: they belong to earlier weights. vLLM keeps them while a request has blocks."""
+        """Drop all cached prefixes and features of pictures: they belong to earlier weights. vLLM keeps prefixes while
+        a request has blocks."""
         await self.loop.call(finish_iterations)
         if not await self.loop.call(lambda engine: engine.reset_prefix_cache()):
             raise RuntimeError("vLLM has not emptied its prefix cache: a request still has blocks of it")
+        if self.prompts.placeholders:
+            await self.loop.call(lambda engine: engine.reset_encoder_cache())
 
     async def _call_workers(self, method: str, *args: Any) -> None:
         """Call a method of `worker.py` next to the model, on every device."""
@@ -220,6 +244,8 @@ def vllm_arguments(device: str, model: ModelConfig, rollout: RolloutConfig, engi
         "structured_outputs_config": StructuredOutputsConfig(backend="xgrammar", disable_any_whitespace=True),
         "worker_extension_cls": f"{EngineProcess.__module__}.{EngineProcess.__name__}",
     }
+    if placeholder_ids(model_settings(model)):
+        arguments |= picture_arguments(rollout.limit_images or 0, device)
     if device == "cpu":
         token_bytes = cache_bytes_per_token(model, rollout)
         arguments |= {
@@ -256,16 +282,20 @@ def unlink_segments() -> None:
                     Path(mapping.path).unlink(missing_ok=True)
 
 
-def checked_params(request: Request, vocabulary: int, context: int) -> SamplingParams:
+def checked_params(
+    request: Request, vocabulary: int, context: int, placeholders: Collection[int] = (), places: Sequence[range] = ()
+) -> SamplingParams:
     """Return the sampling parameters of a request; RejectedRequest if the engine cannot sample it."""
-    request.check(vocabulary, context)
+    request.check(vocabulary, context, placeholders, places)
     try:
-        return _params(request)
+        return _params(request, sees=bool(placeholders))
     except (ValueError, TypeError, VLLMValidationError) as error:
         raise RejectedRequest(str(error)) from error
 
 
-def _params(request: Request) -> SamplingParams:
+def _params(request: Request, *, sees: bool) -> SamplingParams:
+    """Return vLLM's parameters. The engine of a model that sees has a tokenizer, whose end of a text is none of the
+    request's `stop_ids` by itself."""
     sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
@@ -279,7 +309,7 @@ def _params(request: Request) -> SamplingParams:
         min_tokens=sampling.min_tokens,
         max_tokens=sampling.max_tokens,
         stop_token_ids=[] if sampling.ignore_eos else list(sampling.stop_ids),
-        ignore_eos=sampling.ignore_eos,
+        ignore_eos=sampling.ignore_eos or sees,
         seed=request.seed if sampling.temperature > 0 else None,
         logprobs=0,
         prompt_logprobs=request.prompt_log_probs,

@@ -56,6 +56,18 @@ def _keep_parameters_in_the_models_type(activation: Any) -> None:
     activation.__init__ = initialise
 
 
+def _keep_the_normalisation_of_pixels(layer: Any) -> None:
+    """Take the constants of vLLM's normalisation of pixels out of the model's weights: an engine begins with dummy
+    weights, and would fill them with noise."""
+    create = layer.__init__
+
+    def initialise(self: torch.nn.Module, *values: Any, **options: Any) -> None:
+        create(self, *values, **options)
+        self._non_persistent_buffers_set.update(dict(self.named_buffers(recurse=False)))
+
+    layer.__init__ = initialise
+
+
 def _log_softmax(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Compute log-softmax without the bias of torch's own: on CPU that adds probabilities one after another in float32,
     and small ones are lost next to a large sum. Log-probs of 262,144 tokens are up to 6e-5 too high. Partial sums that
@@ -76,6 +88,10 @@ def name_weight_loaders(model: torch.nn.Module) -> None:
 
 
 _keep_parameters_in_the_models_type(XIELU)
+with suppress(ImportError):  # since 0.32
+    _keep_the_normalisation_of_pixels(
+        importlib.import_module("vllm.model_executor.layers.fusion.mm_input_norm").FusedMMInputNorm
+    )
 if current_platform.is_cpu():
     torch.Tensor.log_softmax = _log_softmax  # every sampler of vLLM computes log-probs with it
     _rotate_by_heads(RotaryEmbedding)

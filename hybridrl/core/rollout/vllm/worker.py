@@ -10,6 +10,7 @@ adapter fails, whereas with a fixed id it would respond with its old adapter.
 import json
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from tempfile import TemporaryDirectory
@@ -147,6 +148,17 @@ class EngineProcess:
         tensors, self.adapter = self.adapter or {}, None
         self.weight_transfer_engine.reader.close()
         replace_adapter(self.model_runner.lora_manager, tensors, sync_id, settings)
+
+    def mask_tokens(self, ids: Sequence[int]) -> None:
+        """Give these tokens no probability, in samples and in the log-probs of prompts. Requests cannot undo it."""
+        model = self.model_runner.get_model()
+        compute, masked = model.compute_logits, torch.tensor(ids, device=self.weight_transfer_engine.device)
+
+        def compute_logits(*arguments: Any, **options: Any) -> torch.Tensor | None:
+            logits = compute(*arguments, **options)  # None, if another device has them
+            return None if logits is None else logits.index_fill_(-1, masked, -torch.inf)
+
+        model.compute_logits = compute_logits
 
     def deliver_routes(self) -> None:
         """Make every iteration deliver the experts of its tokens. On CUDA vLLM does so by itself. On CPU it uses its

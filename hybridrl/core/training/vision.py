@@ -1,0 +1,221 @@
+"""Pictures in training: features of a micro-batch's distinct pictures, their places among its tokens, and positions.
+
+The tower, a model's part that turns pixels into features, runs exactly once per forward pass on every rank, or on none:
+the collectives of FSDP count on it. It depends on a fact that all ranks know, whether the batch has any picture; a rank
+whose rows have none then computes a blank picture. A picture that several rows have is computed once.
+
+Models of a type see if the plug-ins have its family, `vision.MODEL_TYPE`; other distributions may add one.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hybridrl.core.batch import Batch, as_tensor, places, token_rows
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES, Encoded
+from hybridrl.core.pictures import Picture, PixelRule, Pixels, digest_of, expanded, tokens_of
+from hybridrl.core.training.packing import ModelInputs, PictureInputs, pack_rows
+from hybridrl.plugins import load, names
+from hybridrl.required import required
+
+NEVER = -3e4  # added to a placeholder's logit: its probability is 0, and entropies stay numbers
+READS = (PICTURES, PICTURE_DIGEST, PICTURE_START)
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The part of a model's processor for a rank. `blank` are the pixels of its smallest picture, `sample` those of two
+    pictures that check the model."""
+
+    rule: PixelRule
+    blank: Pixels
+    sample: Sequence[Pixels]
+    frozen: bool = False  # the tower is not trained
+
+
+class VisionFamily(Protocol):
+    """The differences between families of models that see."""
+
+    def tokens(self, settings: PreTrainedConfig, pixels: Pixels) -> int:
+        """Return the number of a picture's placeholders."""
+
+    def positions(self, base: Any, ids: Tensor, pictured: Tensor, pixels: Sequence[Pixels]) -> Tensor:
+        """Return positions of the tokens of one row [axes, T]; `pictured` is true at placeholders [T]."""
+
+    def own(self, inputs: PictureInputs, pictured: Tensor) -> dict[str, Any]:
+        """Return the arguments with which the model's own forward pass reads the pictures of one row."""
+
+    def features(self, base: Any, inputs: PictureInputs) -> dict[str, Any]:
+        """Run the tower. Return the arguments with which the base reads the features `inputs.taken`."""
+
+
+class Grid:
+    """Qwen's and GLM's families: a picture is a grid of patches, and positions have the axes time, height and width."""
+
+    def tokens(self, settings: PreTrainedConfig, pixels: Pixels) -> int:
+        return tokens_of(pixels, settings.vision_config.spatial_merge_size)
+
+    def positions(self, base: Any, ids: Tensor, pictured: Tensor, pixels: Sequence[Pixels]) -> Tensor:
+        grids = torch.cat([as_tensor(each["image_grid_thw"]) for each in pixels])
+        return base.get_rope_index(ids[None], pictured[None].int(), image_grid_thw=grids)[0][:, 0]
+
+    def own(self, inputs: PictureInputs, pictured: Tensor) -> dict[str, Any]:
+        types = pictured[None].int()
+        return {"pixel_values": inputs.pixels, "image_grid_thw": inputs.grids, "mm_token_type_ids": types}
+
+    def features(self, base: Any, inputs: PictureInputs) -> dict[str, Any]:
+        outputs = base.get_image_features(inputs.pixels, inputs.grids, return_dict=True)
+        outputs.pooler_output = [taken(outputs.pooler_output, inputs)]
+        if (layers := getattr(outputs, "deepstack_features", None)) is not None:
+            outputs.deepstack_features = [[taken(layer, inputs)] for layer in layers]
+        return {"mm_encoder_outputs": {"image": outputs}}
+
+
+GRID = Grid()
+
+
+def family_of(settings: PreTrainedConfig) -> VisionFamily | None:
+    """Return the family of a model that sees; None for all others."""
+    return load(f"vision.{settings.model_type}") if settings.model_type in names("vision") else None
+
+
+def with_pictures(
+    settings: PreTrainedConfig, pictures: Sequence[Pixels], before: Sequence[int], after: Sequence[int]
+) -> Encoded:
+    """Return a prompt of text before the first picture, and the same text after each picture."""
+    family, ids = required(family_of(settings)), [*before]
+    for _ in pictures:
+        ids += [settings.image_token_id, *after]
+    marked = [Picture(digest_of(pixels), family.tokens(settings, pixels), pixels) for pixels in pictures]
+    return expanded(ids, settings.image_token_id, marked)
+
+
+def freeze_tower(model: PreTrainedModel) -> None:
+    """Freeze all of a model that sees but its embeddings, decoder and head."""
+    trained = {id(parameter) for parameter in model.get_decoder().parameters()}
+    for parameter in model.base_model.parameters():
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)
+
+
+class Vision:
+    """The pictures of one model on one rank."""
+
+    def __init__(self, config: VisionConfig, model: PreTrainedModel) -> None:
+        self.config, self.settings, self.base = config, model.config, model.base_model
+        self.family = required(family_of(model.config))
+        self.sample = {digest_of(pixels): pixels for pixels in config.sample}
+        self.fetch: Callable[[Sequence[int]], Sequence[Pixels]] = no_pixels  # by digests; see `TrainWorker.see`
+
+    def inputs(self, rows: Batch, inputs: ModelInputs) -> ModelInputs:
+        """Return the inputs with positions and pictures; unchanged if the batch of these rows has no picture."""
+        if PICTURES not in rows.carried:
+            return inputs
+        counts, digests = rows.carried[PICTURES], rows.carried[PICTURE_DIGEST].tolist()
+        sent = [digest for digest in dict.fromkeys(digests) if digest not in self.sample]
+        fetched = self.sample | dict(zip(sent, self.fetch(sent), strict=True))
+        pixels = {digest: fetched[digest] for digest in dict.fromkeys(digests)}
+        tokens = {digest: self.family.tokens(self.settings, each) for digest, each in pixels.items()}
+        ends = torch.tensor([*tokens.values()], dtype=torch.int64).cumsum(0).tolist()
+        first = {digest: end - tokens[digest] for digest, end in zip(tokens, ends, strict=True)}
+        sizes, lengths = torch.tensor([tokens[digest] for digest in digests], dtype=torch.int64), rows.lengths
+        padded = inputs.packed is None
+        starts = torch.arange(len(rows)) * inputs.input_ids.shape[1] if padded else lengths.cumsum(0) - lengths
+        at = places(rows.carried[PICTURE_START].long() + starts.repeat_interleave(counts), sizes)
+        arrays = [*pixels.values()] or [self.config.blank]
+        pictures = PictureInputs(
+            pixels=torch.cat([as_tensor(each["pixel_values"]) for each in arrays]),
+            grids=torch.cat([as_tensor(each["image_grid_thw"]) for each in arrays]),
+            taken=places(torch.tensor([first[digest] for digest in digests], dtype=torch.int64), sizes),
+            at=at,
+        )
+        of_rows = [[pixels[digest] for digest in part] for part in split(digests, counts.tolist())]
+        spans = [slice(start, start + length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
+        return replace(inputs, position_ids=self._positions(inputs, spans, of_rows, at), pictures=pictures)
+
+    def _positions(
+        self, inputs: ModelInputs, spans: Sequence[slice], pictures: Sequence[Sequence[Pixels]], at: Tensor
+    ) -> Tensor:
+        """Return the positions of rows, which are `spans` of the flattened input, with their `pictures`. Rows of text
+        keep theirs; without any picture positions have no axes."""
+        ids, flat = inputs.input_ids.flatten(), inputs.position_ids.flatten()
+        pictured = torch.zeros_like(flat, dtype=torch.bool).index_fill_(0, at, True)
+        rows = [
+            (span, self.family.positions(self.base, ids[span], pictured[span], pixels))
+            for span, pixels in zip(spans, pictures, strict=True)
+            if pixels
+        ]
+        if not rows:
+            return inputs.position_ids
+        positions = flat.repeat(len(rows[0][1]), 1)
+        for span, own in rows:
+            positions[:, span] = own
+        return positions.unflatten(1, inputs.input_ids.shape)
+
+    def sample_rows(self, before: Sequence[int], after: Sequence[int]) -> Batch:
+        """Return a row of text, one in which each picture of the sample stands between texts, and a row of text."""
+        pictured = with_pictures(self.settings, self.config.sample, before, after)
+        carried = {name: torch.from_numpy(value) for name, value in pictured.carried.items()}
+        counts = torch.tensor([0, len(self.sample), 0])
+        return replace(token_rows([before, pictured.ids, after]), carried={PICTURES: counts, **carried})
+
+    def own_arguments(self, row: Batch) -> dict[str, Any]:
+        """Return the arguments with which the model's own forward pass reads the pictures of one row; {} for none."""
+        inputs = self.inputs(row, pack_rows(row, padded=False))
+        if inputs.pictures is None or not len(inputs.pictures.at):
+            return {}
+        pictured = torch.zeros(len(inputs.input_ids[0]), dtype=torch.bool).index_fill_(0, inputs.pictures.at, True)
+        return self.family.own(self.normalised(inputs.pictures), pictured)
+
+    def arguments(self, pictures: PictureInputs) -> dict[str, Any]:
+        """Run the tower; return the arguments with which the base reads its features."""
+        with torch.no_grad() if self.config.frozen else nullcontext():
+            return self.family.features(self.base, self.normalised(pictures))
+
+    def normalised(self, pictures: PictureInputs) -> PictureInputs:
+        """Return pictures whose pixels are the tower's inputs, in float32."""
+        rule, pixels = self.config.rule, pictures.pixels
+        mean, std = (pixels.new_tensor(values, dtype=torch.float32)[:, None] for values in (rule.mean, rule.std))
+        values = (pixels.float().unflatten(1, (len(rule.mean), -1)) * rule.scale - mean) / std
+        return replace(pictures, pixels=values.flatten(1))
+
+
+def split(items: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
+    """Return as many items as each count says, one after another."""
+    ends = [*accumulate(counts)]
+    return [items[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def no_pixels(digests: Sequence[int]) -> list[Pixels]:
+    """Return the pixels of no pictures; KeyError for all others, whose pixels have not been sent."""
+    if digests:
+        raise KeyError(f"pixels of the pictures {digests[:3]} have not been sent to this rank")
+    return []
+
+
+def taken(features: Sequence[Tensor], inputs: PictureInputs) -> Tensor:
+    """Return the feature of each placeholder [placeholders, width]; `features` has one tensor for each picture."""
+    return _Take.apply(torch.cat(tuple(features)), inputs.taken)
+
+
+class _Take(Function):
+    """Features by index. The gradient of a feature that several rows read is added up in float32."""
+
+    @staticmethod
+    def forward(ctx, features: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(features)
+        return features[index]
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
+        (index,), gradient = ctx.saved_tensors, gradients[0]
+        total = gradient.new_zeros((ctx.count, *gradient.shape[1:]), dtype=torch.float32)
+        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None

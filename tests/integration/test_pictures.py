@@ -1,0 +1,142 @@
+"""Runs with pictures through the front door: rows as verl's own script writes them, some of them of text."""
+
+from io import BytesIO
+from pathlib import Path
+from subprocess import run
+from sys import executable
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.integration.test_resume import compared_metrics, weights_and_moments
+from tests.integration.test_run import assert_gone, driver_of, finish, metrics, start, wait_for_step
+from tests.vision_models import noise_picture, write_model_that_sees
+
+pytestmark = pytest.mark.slow
+
+SIZES = [(), ((75, 41),), ((64, 64), (33, 120)), ((200, 30),)]  # of the pictures of four rows
+STEPS = 3
+PROBE = "training/probe_log_prob_diff"
+# Engines keep the features of pictures that they have computed, also those of earlier weights.
+STALE = """
+from vllm.v1.engine.core import EngineCore
+EngineCore.reset_encoder_cache = lambda self: None
+"""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """Rows with no, one and two pictures of odd sizes, in the form of verl's geo3k."""
+    found = []
+    for number in range(16):
+        sizes = SIZES[number % len(SIZES)]
+        files = [BytesIO() for _ in sizes]
+        for place, (file, size) in enumerate(zip(files, sizes, strict=True)):
+            noise_picture(*size, seed=10 * number + place).save(file, "PNG")
+        found.append(
+            {
+                "data_source": "hiyouga/geometry3k",
+                "prompt": [{"role": "user", "content": f"{'<image>' * len(sizes)}What is x{number}?"}],
+                "images": [{"bytes": file.getvalue(), "path": None} for file in files],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": str(number)},
+                "extra_info": {"split": "train", "index": number, "answer": str(number), "question": "What is x?"},
+            }
+        )
+    path = tmp_path_factory.mktemp("rows") / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(found), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("models")
+    return {family: write_model_that_sees(made / family, family) for family in ("qwen3_vl", "qwen2_5_vl")}
+
+
+@pytest.fixture(scope="module")
+def arguments(overrides, rows, models):
+    def build(directory: Path, more: dict[str, object] | None = None, family: str = "qwen3_vl") -> list[str]:
+        values = {
+            "data.train_files": rows,
+            "data.max_prompt_length": 128,
+            "actor_rollout_ref.model.path": models[family],
+            "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra]",
+            "trainer.total_training_steps": STEPS,
+            "trainer.save_freq": 1,
+        }
+        return overrides(directory, values | (more or {}))
+
+    return build
+
+
+def assert_agreement(directory: Path) -> None:
+    """Assert that engine and trainer agreed in every step and sync, while updates changed the policy."""
+    steps = metrics(directory)
+    for step in range(1, STEPS + 1):
+        assert steps[step]["training/log_probs_diff_max"] < 1e-4
+        assert steps[step]["actor/grad_norm"] > 1e-3
+    gaps = [values[PROBE] for values in steps.values() if PROBE in values]
+    assert len(gaps) >= STEPS and max(gaps) < 1e-4
+
+
+def test_engines_and_trainers_agree_on_two_ranks_and_the_merged_model_sees(arguments, tmp_path):
+    more = {"actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.ppo_mini_batch_size": 4}
+    output = finish(start("main_ppo", arguments(tmp_path / "run", more, "qwen2_5_vl")))
+    assert "12 with pictures" in output
+    assert_agreement(tmp_path / "run")
+    places = ["--local_dir", tmp_path / "run" / f"global_step_{STEPS}" / "actor", "--target_dir", tmp_path / "merged"]
+    command = [executable, "-m", "hybridrl.model_merger", "merge", "--backend", "fsdp", *places]
+    merged = run(command, capture_output=True, text=True, timeout=300)
+    assert merged.returncode == 0, merged.stdout + merged.stderr
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(tmp_path / "merged")
+    text = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], add_generation_prompt=True
+    )
+    seen = [processor(text=[text], images=[noise_picture(60, 50, seed)], return_tensors="pt") for seed in (1, 2)]
+    first, second = (model(**inputs).logits[0, -1] for inputs in seen)
+    assert (first - second).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.actor.optim.lr": 0.05},
+        {"actor_rollout_ref.actor.freeze_vision_tower": True},
+        {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 200},
+    ],
+)
+def test_they_agree_with_adapters_a_frozen_tower_and_small_micro_batches(arguments, tmp_path, more):
+    finish(start("main_ppo", arguments(tmp_path, {"trainer.n_gpus_per_node": 1, "trainer.save_freq": -1} | more)))
+    assert_agreement(tmp_path)
+
+
+def test_a_killed_run_ends_as_one_that_never_was(arguments, tmp_path):
+    # Otherwise the last digits of an engine's log-probs depend on the batches in which requests happen to arrive.
+    one = {"trainer.n_gpus_per_node": 1, "actor_rollout_ref.rollout.full_determinism": True}
+    undisturbed = start("main_ppo", arguments(tmp_path / "unbroken", one))
+    process = start("main_ppo", arguments(tmp_path / "killed", one))
+    wait_for_step(process, tmp_path / "killed", 1)
+    processes = psutil.Process(process.pid).children(recursive=True)
+    driver_of(process).kill()
+    process.communicate(timeout=60)
+    assert_gone(processes)
+    finish(undisturbed)
+    finish(start("main_ppo", arguments(tmp_path / "killed", one)))
+    assert compared_metrics(tmp_path / "killed") == compared_metrics(tmp_path / "unbroken")
+    resumed, expected = (weights_and_moments(tmp_path / name, STEPS) for name in ("killed", "unbroken"))
+    assert any(".visual." in name for name in expected)
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+def test_features_of_an_earlier_tower_stop_the_run_in_the_first_sync_after_an_update(arguments, tmp_path):
+    (tmp_path / "stale.py").write_text(STALE)
+    more = {"trainer.n_gpus_per_node": 1, "actor_rollout_ref.model.external_lib": f"[{tmp_path}/stale.py]"}
+    output = finish(start("main_ppo", arguments(tmp_path / "run", more)), status=1)
+    assert "differs from the trainer in the log-probs of a fixed sequence" in output
+    assert max(metrics(tmp_path / "run")) == 1
