@@ -1,4 +1,4 @@
-"""A first training, from data to results, in the working directory: `hybridrl quickstart [--agent | --tool]`"""
+"""A first training, in the working directory: `hybridrl quickstart [--agent | --tool | --images]`"""
 
 import argparse
 import hashlib
@@ -48,6 +48,11 @@ RECIPES = {
         "tool", "quickstart", "make_products.py", "tool", "show_products.py", SAMPLED, "tool_warmup",
         "most of them guesses without the tool",
     ),
+    "images": Recipe(
+        "pictures", "quickstart", "make_pictures.py", "pictures", "show_pictures.py",
+        "name the colour of 32 pictures, 8 answers to each, reinforce the right ones", "pictures_warmup",
+        "of somebody who does not look",
+    ),
     "model": Recipe(
         "pretrained", "pretrained", "make_data.py", "train", "show.py",
         "sample 8 answers per question, reinforce the right name",
@@ -64,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     for name, what in (
         ("agent", "the model learns to act over several turns: to find a number by guessing"),
         ("tool", "it learns to call a calculator"),
+        ("images", "it learns to name the colour of pictures"),
     ):
         task.add_argument(f"--{name}", dest="task", action="store_const", const=name, help=what)
     task.add_argument("--model", metavar="MODEL", help="a pretrained model, a directory or hub name, learns to answer")
@@ -123,7 +129,7 @@ def main(argv: list[str] | None = None, run: Callable[..., int] = run_command) -
     train = [*place, recipe.train, f"trainer.seed={options.seed}"]
     if options.model:
         train += [f"actor_rollout_ref.model.path={options.model}"]
-    if here != Path("recipes", recipe.directory) and recipe.train == "train":
+    if here != Path("recipes", recipe.directory) and recipe.train in ("train", "pictures"):
         train += [f"{reward}={here / 'reward.py'}"]
     train += options.overrides
     number, began = 0, time.monotonic()

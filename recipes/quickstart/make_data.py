@@ -107,10 +107,10 @@ def prompt_row(task: str, question: str, truth: int, split: str, index: int) -> 
     }
 
 
-def build_tokenizer(*texts: str, template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
-    """Return a tokenizer of bytes with merges for the few words of a task."""
+def build_tokenizer(*texts: str, template: str = CHAT_TEMPLATE, special: Sequence[str] = ()) -> Qwen2Tokenizer:
+    """Return a tokenizer of bytes with merges for the few words of a task, and these special tokens."""
     bytes_only = Qwen2Tokenizer(
-        eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>"]
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=["<|im_start|>", *special]
     )
     words = ["user\n", "assistant\n", "system\n", *texts]
     tokenizer = bytes_only.train_new_from_iterator(2 * words, vocab_size=384, show_progress=False)

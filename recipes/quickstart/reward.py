@@ -22,3 +22,10 @@ def compute_score(
         "pred": pred,
         "worked": float(solution_str.strip().find("####") > 0),
     }
+
+
+def compute_colour_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> float:
+    """Return 1 if the response is the name of the colour alone."""
+    return float(solution_str.strip() == ground_truth)

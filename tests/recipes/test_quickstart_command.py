@@ -28,7 +28,12 @@ class Stages:
         if self.failing and self.failing in command:
             return 7
         if "sft" in command:
-            name = {"warmup": "quickstart", "agent_warmup": "agent", "tool_warmup": "tool"}
+            name = {
+                "warmup": "quickstart",
+                "agent_warmup": "agent",
+                "tool_warmup": "tool",
+                "pictures_warmup": "pictures",
+            }
             place = command[command.index("--config-name") + 1]
             Path("outputs", name[place], "warmup").mkdir(parents=True)
         return 0
@@ -113,7 +118,11 @@ def test_a_change_of_its_files_creates_a_new_warm_start(changed, tmp_path, monke
 
 @pytest.mark.parametrize(
     ("option", "make", "train", "show"),
-    [("--agent", "make_games", "agent", "show_games"), ("--tool", "make_products", "tool", "show_products")],
+    [
+        ("--agent", "make_games", "agent", "show_games"),
+        ("--tool", "make_products", "tool", "show_products"),
+        ("--images", "make_pictures", "pictures", "show_pictures"),
+    ],
 )
 def test_an_option_selects_another_task_with_its_own_warm_start(option, make, train, show):
     call()  # whose warm start is not the one of the option
@@ -186,6 +195,6 @@ def test_the_script_installs_and_calls_the_command(checkout, arguments, installe
 def test_the_script_prints_how_it_is_called_and_rejects_what_it_does_not_know(checkout):
     status, printed = checkout("--agent", "--help")
     assert status == 0 and "set -euo" not in printed and "install " not in printed
-    assert "bash scripts/quickstart.sh [--agent | --tool | --model MODEL] [--sglang] [--seed N]" in printed
+    assert "bash scripts/quickstart.sh [--agent | --tool | --images | --model MODEL] [--sglang] [--seed N]" in printed
     status, printed = checkout("fast")
     assert status == 2 and "unknown argument 'fast'" in printed
