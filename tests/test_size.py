@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 2028,
     "compat": 3241,
     "config": 5415,
-    "core": 14603,
+    "core": 14605,
     "data": 2697,
     "doctor": 4662,
     "environments": 180,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1951,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 59191
+TOTAL = 59193
 FILES = {"core": 76, "hybridrl": 281}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

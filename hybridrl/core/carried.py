@@ -97,6 +97,8 @@ def brought(row: Mapping[str, Any]) -> dict[str, np.ndarray]:
     columns = {name.removeprefix("carried."): np.asarray(row[name]) for name in row if name.startswith("carried.")}
     fields = {name: value for name, value in columns.items() if value.size and value.tolist() is not None}
     for name, value in fields.items():
+        if name in (PICTURES, PICTURE_DIGEST, PICTURE_START):
+            raise ValueError(f"carried.{name} follows from the pictures of a row; leave the column out")
         if declared(name).filled_by != "prompt" or value.dtype.kind not in "biuf" or not value.ndim:
             raise ValueError(f"carried.{name} must be a list of numbers, of a field that prompts fill: {value!r:.60}")
     return fields

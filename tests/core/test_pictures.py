@@ -3,7 +3,7 @@ import gc
 import numpy as np
 import pytest
 
-from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, brought
 from hybridrl.core.pictures import Picture, PictureStore, digest_of, expanded
 
 PIXELS = {"pixel_values": np.arange(6, dtype=np.uint8).reshape(2, 3), "image_grid_thw": np.array([[1, 1, 2]])}
@@ -45,3 +45,9 @@ def test_a_prompt_has_as_many_placeholders_as_each_picture_has_tokens():
     assert expanded([1, 2], 9, []).carried == {}
     with pytest.raises(ValueError, match="places for 1 pictures, and 2 pictures"):
         expanded([1, 9], 9, [Picture(1, 1, None)] * 2)
+
+
+@pytest.mark.parametrize("name", ["pictures", PICTURE_DIGEST, PICTURE_START])
+def test_a_column_of_a_row_cannot_name_pictures_that_it_does_not_have(name):
+    with pytest.raises(ValueError, match=f"carried.{name} follows from the pictures of a row; leave the column out"):
+        brought({f"carried.{name}": [5]})
