@@ -1,8 +1,10 @@
 """Rows of files, hub datasets or custom classes -> token ids, in a reproducible order."""
 
 import difflib
+import json
 from typing import Any
 
+Message = dict[str, Any]  # {"role", "content"}, as a chat template reads it
 PROMPT_NAMES = ("question", "problem", "query", "instruction", "input", "messages", "text")  # in other datasets
 TRUTH_NAMES = ("ground_truth", "answer", "label", "target", "solution")  # likewise
 TRUTHS = ("reward_model", "reward_spec")  # verl's and SkyRL's columns of the ground truth
@@ -32,3 +34,13 @@ def no_truth(columns: dict[str, Any], reward: Any, key: str | None) -> str:
         )
     hint = hint or f"; if no reward needs one, set data.ground_truth_key={NO_TRUTH}"
     return f'no ground truth: the column reward_model must hold {{"style": "rule", "ground_truth": ...}}{hint}'
+
+
+def from_json(text: str) -> Any:
+    """Return the list or object that a text with JSON holds; None for any other text."""
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

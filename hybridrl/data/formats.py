@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from hybridrl.data import TRUTHS
-from hybridrl.data.tokenizer import from_json
+from hybridrl.data import TRUTHS, from_json
 
 VERL, SKYRL, AREAL = "verl", "SkyRL", "AReaL"
 EPISODE_FIELDS = ("tools_kwargs", "interaction_kwargs", "tool_selection")  # columns, or fields of extra_info

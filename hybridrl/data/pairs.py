@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.config.schema import SFTDataConfig
 from hybridrl.core.batch import Batch, token_rows
+from hybridrl.data import Message
 from hybridrl.data.rows import DataRow, Faults, load_rows, report_overlong
-from hybridrl.data.tokenizer import Chat, Message, as_chat, as_messages, as_tools, render
+from hybridrl.data.tokenizer import Chat, as_chat, as_messages, as_tools, render
 
 CHOSEN, REJECTED, MARGIN = "chosen", "rejected", "margin"  # columns
 

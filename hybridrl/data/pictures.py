@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from hybridrl.config.custom_code import attempt
-from hybridrl.data.tokenizer import Message, from_json
+from hybridrl.data import Message, from_json
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -118,9 +118,9 @@ def located(form: Any, folder: Path) -> Encoded:
         return bytes(form)
     if isinstance(form, Image.Image | np.ndarray):
         return as_png(form)
-    if not isinstance(form, str) or not form:
+    if not isinstance(form, str | Path) or form == "":
         raise PictureFault(f"not a picture, but {form!r:.60}")
-    return _of_text(form, folder)
+    return _of_text(str(form), folder)
 
 
 def _of_text(text: str, folder: Path) -> Encoded:
@@ -144,12 +144,14 @@ def _is_file(path: Path) -> bool:
 
 
 def as_stored(value: Any) -> Any:
-    """Return a column of a custom dataset with pictures and arrays as PNG, since rows are serialized. Raises
-    PictureFault."""
+    """Return a column of a custom dataset, or a tool's picture, with pictures and arrays as PNG, since they are
+    serialized. Raises PictureFault."""
     if isinstance(value, Image.Image) or (isinstance(value, np.ndarray) and value.dtype != object and value.ndim > 1):
         return {"bytes": as_png(value)}
     if isinstance(value, Mapping):
         return {name: as_stored(item) for name, item in value.items()}
+    if isinstance(value, Path):
+        return str(value)
     return [as_stored(item) for item in value] if isinstance(value, list | tuple | np.ndarray) else value
 
 

@@ -110,12 +110,13 @@ class PictureReader:
         data = content(encoded)
         if _checksum(data) != seen.check:
             raise PictureFault("it has changed since the rows were loaded")
-        pixels = self.pixels(decoded(data))
-        if "image_grid_thw" in pixels:
-            tokens = tokens_of(pixels, self.processor.image_processor.merge_size)
-            if tokens != seen.tokens:
-                raise PictureFault(f"the processor makes {tokens} tokens of it and counts {seen.tokens} from its size")
-        return self.store.add(pixels, seen.tokens)
+        return self._stored(decoded(data), seen.tokens)
+
+    def shown(self, data: bytes) -> Picture:
+        """Return the picture of a file's bytes, such as an environment's, whose pixels are stored. Raises
+        PictureFault."""
+        picture = decoded(data)
+        return self._stored(picture, self._tokens(picture.size))
 
     def again(self, pictures: Iterable[Encoded], digests: Sequence[int]) -> tuple[Picture, ...]:
         """Store the pixels of a prompt's pictures once more. Raises PictureFault if one has changed."""
@@ -152,6 +153,14 @@ class PictureReader:
     def start(self, work: Any, *arguments: Any) -> Any:
         """Begin work in a thread; return its future."""
         return self._threads.submit(work, *arguments)
+
+    def _stored(self, picture: Image.Image, counted: int) -> Picture:
+        pixels = self.pixels(picture)
+        if "image_grid_thw" in pixels:
+            tokens = tokens_of(pixels, self.processor.image_processor.merge_size)
+            if tokens != counted:
+                raise PictureFault(f"the processor makes {tokens} tokens of it and counts {counted} from its size")
+        return self.store.add(pixels, counted)
 
     def _arrays(self, picture: Image.Image, **flags: bool) -> dict[str, np.ndarray]:
         arrays = self.processor.image_processor(images=[picture], return_tensors="pt", **flags)

@@ -10,13 +10,13 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.config.schema_parts import NO_SOURCE
 from hybridrl.core.carried import Fields, brought
 from hybridrl.core.pictures import Picture
-from hybridrl.data import NO_TRUTH, TRUTHS, no_prompt, no_truth
+from hybridrl.data import NO_TRUTH, TRUTHS, Message, no_prompt, no_truth
 from hybridrl.data.formats import AREAL, to_verl_format, with_objects
 from hybridrl.data.pictures import Encoded, PictureFault, listed, located, multimodal_fault, placed
 from hybridrl.data.processor import BLIND
 from hybridrl.data.rows import DataRow
 from hybridrl.data.template_arguments import row_fault
-from hybridrl.data.tokenizer import Message, as_chat, as_messages, as_object, as_tools
+from hybridrl.data.tokenizer import as_chat, as_messages, as_object, as_tools
 
 NULL_TRUTH = "the ground truth is null: set reward.custom_reward_function.path, a built-in reward needs one"
 

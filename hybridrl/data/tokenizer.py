@@ -21,9 +21,8 @@ from transformers.utils import cached_file
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import fault_in, resolve_model
 from hybridrl.config.findings import ConfigError
+from hybridrl.data import Message, from_json
 from hybridrl.data.template_arguments import turn_tokens
-
-Message = dict[str, Any]
 
 CHUNK = 1000  # rows per call of the tokenizer: enough for its threads, few enough for memory
 NO_CALLS = "it leaves out the calls of tools, which the messages have"
@@ -255,16 +254,6 @@ def _as_message(item: Any) -> Message | None:
     if not isinstance(content, str | list):
         return None
     return {name: field for name, field in (item | {"content": content}).items() if field is not None}
-
-
-def from_json(text: str) -> Any:
-    """Return the list or object that a text with JSON holds; None for any other text."""
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def as_object(value: Any) -> dict[str, Any] | None:

@@ -285,8 +285,9 @@ class ModelEvaluation:
             section = config.actor_rollout_ref
             model = replace(section.model, path=merge(self.target.path))
             client = stack.enter_context(started_engines(model, section.rollout, config.trainer, session, logs))
+            store = PictureStore(Group.share)
             if self.reader is not None:
-                self.reader.store = store = PictureStore(Group.share)
+                self.reader.store = store
                 client.handles = store.handles
             scorers.wait_until_loaded()
             if episodes is not None:
@@ -296,7 +297,7 @@ class ModelEvaluation:
                 scorers,
                 config.eval.seed,
                 Shaping.of(config.reward),
-                episodes and Conversations(episodes, client, config.eval.seed),
+                episodes and Conversations(episodes, client, config.eval.seed, store),
                 function_scores=not uses_built_in(config.reward),
                 add_environment_reward=config.reward.add_environment_reward,
             )

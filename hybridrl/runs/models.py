@@ -33,6 +33,7 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.runs.settings import REWARD_MODEL, TEACHERS, rank_model
 
+EPISODE_PICTURES = 16  # the most in a context of several turns, unless it is set
 SAMPLE_SIZES = ((28, 28), (60, 40), (64, 96))  # heights and widths: a blank picture, and two that check models
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
 SCORER = "reward.reward_model"
@@ -160,10 +161,10 @@ def check_adapter(config: ModelConfig, key: str) -> str:
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def vision_of(prompts: Sequence[PromptDataset]) -> VisionConfig | None:
-    """Return what training ranks need of the processor; None if no prompt has a picture."""
-    readers = [data.reader for data in prompts if data.reader is not None and data.most_pictures]
-    if not readers:
+def vision_of(rollout: RolloutConfig, prompts: Sequence[PromptDataset]) -> VisionConfig | None:
+    """Return what training ranks need of the processor; None if no context has a picture."""
+    readers = [data.reader for data in prompts if data.reader is not None]
+    if not readers or not rollout.limit_images:
         return None
     noise, reader = np.random.default_rng(0), readers[0]
     blank, *sample = (
@@ -194,21 +195,22 @@ def check_pictures(config: PPOConfig, prompts: Sequence[PromptDataset], *, episo
 
 def limit_pictures(rollout: RolloutConfig, prompts: Sequence[PromptDataset], *, episodes: bool) -> list[str] | None:
     """Set the most pictures that an engine must expect, and return the reasons why responses to such rows cannot be
-    sampled; None if no row has a picture. Raises ConfigError if a row has more than is set."""
+    sampled; None if there are no pictures. The contexts of `episodes` may have more than rows do. Raises ConfigError if
+    a row has more than is set."""
     key, most = "actor_rollout_ref.rollout.limit_images", max((data.most_pictures for data in prompts), default=0)
-    if not most:
+    if not most and not (episodes and rollout.limit_images):
         rollout.limit_images = 0
         return None
     if rollout.limit_images is not None and rollout.limit_images < most:
         raise ConfigError(f"{key}={rollout.limit_images}: a row has {most} pictures", fix=f"set {most}", keys=key)
     if rollout.limit_images is None:
-        rollout.limit_images = most
+        rollout.limit_images = max(most, EPISODE_PICTURES) if episodes else most
+    if all(data.reader is None for data in prompts):
+        raise ConfigError(f"{key}={rollout.limit_images}: the model reads no pictures", fix="leave it out", keys=key)
     if arguments := prompts[0].config.mm_processor_kwargs:  # an engine reserves room for the largest picture
         rollout.engine_kwargs.vllm.setdefault("mm_processor_kwargs", dict(arguments))
-    causes = ["environments, tools and agents cannot show them yet; leave these out"] if episodes else []
-    if reason := why_no_pictures(rollout.name):
-        causes.append(reason)
-    return causes
+    reason = why_no_pictures(rollout.name)
+    return [reason] if reason else []
 
 
 def reject_pictures(causes: Sequence[str]) -> None:

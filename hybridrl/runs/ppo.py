@@ -99,7 +99,8 @@ class PPOJob:
         section, trainer = config.actor_rollout_ref, config.trainer
         load, decoder = (partial(call, config.data, section.model) for call in (tokenizer_elsewhere, decoder_elsewhere))
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, decoder))
-        vision, store = vision_of(list(inputs.datasets.values())), PictureStore(Group.share)
+        vision = vision_of(section.rollout, list(inputs.datasets.values()))
+        self.pictures = store = PictureStore(Group.share)
         for data in inputs.datasets.values():
             if data.reader is not None:
                 data.reader.store = store
@@ -135,7 +136,8 @@ class PPOJob:
         stop_ids = end_tokens(config.actor_rollout_ref.model.path, self.tokenizer)
         client = self.wrap_client(self.engine.client)
         contexts = self._contexts(stop_ids) if config.distillation.reads_contexts else None
-        conversations = self.episodes and plugin("episodes").Conversations(self.episodes, client, rollout.seed)
+        parts = self.episodes, client, rollout.seed, self.pictures
+        conversations = self.episodes and plugin("episodes").Conversations(*parts)
         rate, scorer = None, self.inputs.scorer_tokenizer
         if scorer is not None:
             rate = RewardModel(workers, scorer, config.reward, position_limit(workers.models[REWARD_MODEL].model))

@@ -1,5 +1,6 @@
 """Runs with pictures through the front door: rows as verl's own script writes them, some of them of text."""
 
+import json
 from io import BytesIO
 from pathlib import Path
 from subprocess import run
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from hybridrl.agents.environments.pictures import picture_parts
 from tests.integration.test_resume import compared_metrics, weights_and_moments
 from tests.integration.test_run import assert_gone, driver_of, finish, metrics, start, wait_for_step
 from tests.vision_models import noise_picture, write_model_that_sees
@@ -114,6 +116,29 @@ def test_engines_and_trainers_agree_on_two_ranks_and_the_merged_model_sees(argum
 def test_they_agree_with_adapters_a_frozen_tower_and_small_micro_batches(arguments, tmp_path, more):
     finish(start("main_ppo", arguments(tmp_path, {"trainer.n_gpus_per_node": 1, "trainer.save_freq": -1} | more)))
     assert_agreement(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_they_agree_on_the_pictures_of_environments(arguments, tmp_path, mode):
+    often = write_model_that_sees(tmp_path / "often")  # the responses of a random model should end by themselves
+    (often / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(110, 200)]}))
+    more = {
+        "actor_rollout_ref.model.path": often,
+        "actor_rollout_ref.rollout.multi_turn.environment": f"{Path(__file__).parent}/picture_album.py:Album",
+        "actor_rollout_ref.rollout.agent.num_workers": 2,
+        "actor_rollout_ref.rollout.response_length": 160,
+        "actor_rollout_ref.rollout.max_model_len": 320,
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_response_length": 24,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.save_freq": -1,
+        "trainer.v1.trainer_mode": mode,
+        "trainer.rollout_data_dir": tmp_path / "samples",
+    }
+    finish(start("main_ppo", arguments(tmp_path / "run", more)))
+    assert_agreement(tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "samples" / f"{STEPS}.jsonl").read_text().splitlines()]
+    shown = [len(list(picture_parts(record["episode"]["messages"]))) for record in records]
+    assert max(shown) == 4 and sum(map(bool, shown)) > len(shown) / 2
 
 
 def test_a_killed_run_ends_as_one_that_never_was(arguments, tmp_path):

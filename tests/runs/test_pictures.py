@@ -61,7 +61,7 @@ def test_an_engine_expects_the_most_pictures_of_a_row_and_the_largest_that_the_p
     inputs.rejections.close()
     assert config.actor_rollout_ref.rollout.limit_images == 2
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"mm_processor_kwargs": {"max_pixels": 2048}}
-    vision = vision_of(list(inputs.datasets.values()))
+    vision = vision_of(config.actor_rollout_ref.rollout, list(inputs.datasets.values()))
     assert vision is not None and not vision.frozen
     assert vision.rule.mean == (0.5, 0.5, 0.5) and vision.rule.std == (0.5, 0.25, 0.5)
     assert len({digest_of(pixels) for pixels in (vision.blank, *vision.sample)}) == 3
@@ -71,7 +71,6 @@ def test_an_engine_expects_the_most_pictures_of_a_row_and_the_largest_that_the_p
 @pytest.mark.parametrize(
     ("more", "cause"),
     [
-        ([f"{ROLLOUT}.multi_turn.environment=guess_number"], "environments, tools and agents cannot show them yet"),
         (["algorithm.adv_estimator=gae"], "critic.enable=true: models that see are trained without a critic"),
         ([f"{ROLLOUT}.limit_images=1"], f"{ROLLOUT}.limit_images=1: a row has 2 pictures"),
     ],
@@ -93,4 +92,4 @@ def test_rows_of_text_need_no_room_for_pictures(places, tmp_path):
     inputs = prepare(config)
     inputs.rejections.close()
     assert config.actor_rollout_ref.rollout.limit_images == 0
-    assert vision_of(list(inputs.datasets.values())) is None
+    assert vision_of(config.actor_rollout_ref.rollout, list(inputs.datasets.values())) is None

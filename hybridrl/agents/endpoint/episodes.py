@@ -16,7 +16,7 @@ from hybridrl import project_file
 from hybridrl.agents.endpoint import ADMIN_KEY, bound
 from hybridrl.agents.endpoint.agent import Agents
 from hybridrl.agents.endpoint.functions import load_agent
-from hybridrl.agents.environments import AGENT, MULTI_TURN, ONLINE, Environment, EnvironmentSettings
+from hybridrl.agents.environments import AGENT, ENVIRONMENT, MULTI_TURN, ONLINE, Environment, EnvironmentSettings
 from hybridrl.agents.environments.calls import KEY as FORMAT
 from hybridrl.agents.environments.conversations import Conversations as Conversations
 from hybridrl.agents.environments.dialogue import Dialogue
@@ -43,6 +43,7 @@ from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.config.schema_parts import AgentConfig, MultiTurnConfig, RolloutConfig
 from hybridrl.core.cluster import RaySession
+from hybridrl.data.processor import PictureReader, picture_reader
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import as_chat, end_tokens
 from hybridrl.plugins import load
@@ -51,6 +52,7 @@ from hybridrl.runs.trials import Subject, Trial
 from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
+ARGUMENTS, NUMBERS = "data.apply_chat_template_kwargs", "add_vision_id"
 FULL = "actor_rollout_ref.rollout.full_determinism"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # per machine
 
@@ -106,6 +108,7 @@ def episode_limits(rollout: RolloutConfig, prompt: int, *, pausable: bool) -> Ep
         call_timeout=multi_turn.tool_timeout,
         timeout=multi_turn.episode_timeout,
         held=pausable,
+        pictures=rollout.limit_images or 0,
     )
 
 
@@ -127,7 +130,15 @@ def episode_settings(
         formats=_formats(section.model, rollout.multi_turn, data),
         configuration=asdict(config),
         agents=agents,
+        load_reader=partial(_reader, data, section.model) if rollout.limit_images else None,
     )
+
+
+def _reader(
+    data: schema.DataConfig, model: schema.ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> PictureReader | None:
+    reader = picture_reader(data, model, tokenizer)
+    return reader if isinstance(reader, PictureReader) else None
 
 
 def start_episodes(
@@ -221,8 +232,10 @@ def check_episodes(subject: Subject, findings: Findings) -> None:
     if continued:
         check_continued(rollout, findings)
     with findings.gathered():
-        rows = (rows[index].columns for rows in datasets.values() for index in range(len(rows)))
+        rows = (rows.without_pixels(index).columns for rows in datasets.values() for index in range(len(rows)))
         runners = check_environments(settings, rows)
+        if any(data.most_pictures for data in datasets.values()):
+            _check_pictures(runners, data.apply_chat_template_kwargs)
     if uses_tools and not findings.errors:
         with findings.gathered():
             _check_lengths(data.max_prompt_length, kit.dialogue, settings, datasets)
@@ -237,6 +250,16 @@ def _applies(subject: Subject) -> bool:
 
 
 TRIAL = Trial(MULTI_TURN, _applies, check_episodes)
+
+
+def _check_pictures(runners: Sequence[Environment | AgentLoop], arguments: Mapping[str, Any]) -> None:
+    """Reject what cannot show the pictures of rows in conversations of several turns."""
+    if any(isinstance(runner, AgentLoop) for runner in runners):
+        cause = "rows have pictures, and a row names an agent loop, which reads text alone"
+        raise ConfigError(cause, fix=f"name {TOOL_AGENT} in agent_name, or an environment in {ENVIRONMENT}")
+    if arguments.get(NUMBERS):
+        cause = f"{ARGUMENTS}.{NUMBERS}=true numbers the pictures of a prompt, and later turns would begin again at 1"
+        raise ConfigError(cause, fix="leave it out", keys=ARGUMENTS)
 
 
 def _check_format(format: str, kit: EpisodeTools, runners: Sequence[Environment | AgentLoop]) -> None:
@@ -285,7 +308,7 @@ def _check_lengths(
     """Reject a chat template that does not show the tools to the model, and prompts too long with their schemas."""
     schemas = [tool.schema for tool in load_tools(settings).values()]
     for key, data in datasets.items():
-        chat = as_chat(data[0].messages)
+        chat = as_chat(data.without_pixels(0).messages)
         added = len(dialogue.start(chat, schemas).ids) - len(dialogue.start(chat).ids)
         if not added and settings.multi_turn.tokenization_sanity_check_mode != "disable":
             raise ConfigError(

@@ -6,18 +6,21 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hybridrl.agents.environments import CallRecord
+from hybridrl.agents.environments.load import EpisodeRow, runs_function
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
-from hybridrl.agents.environments.worker import EpisodeSpec
+from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import STOPS, Episode, EpisodeRequest, Finished, Sampler, Source, Trajectory
+from hybridrl.core.pictures import Picture, PictureStore
 from hybridrl.core.rollout import Completion, Request
+from hybridrl.data.pictures import Encoded
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import as_chat
 from hybridrl.rewards.score import Score
@@ -120,28 +123,41 @@ def _environments(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 class Conversations:
-    """Episodes of the processes `workers`, whose seeds derive from `seed` (see core.experience.trajectory)."""
+    """Episodes of the processes `workers`, whose seeds derive from `seed` (see core.experience.trajectory); `store` has
+    the pixels of their pictures."""
 
     metrics, transcript = staticmethod(conversation_metrics), staticmethod(transcript)
 
-    def __init__(self, workers: EpisodeWorkers, client: Sampler, seed: int) -> None:
-        self.workers, self.client, self.seed = workers, client, seed
+    def __init__(self, workers: EpisodeWorkers, client: Sampler, seed: int, store: PictureStore | None = None) -> None:
+        self.workers, self.client, self.seed, self.store = workers, client, seed, store
         self.groups: EpisodeDispatch | None = None  # they outlive one another
 
     def source(self, requests: Sequence[EpisodeRequest], store: ResponseStore, *, grouped: bool = False) -> Source:
         prompts = {request.number: request.prompt for request in requests}
         chats = {number: as_chat(prompt.messages) for number, prompt in prompts.items()}
         rows = {number: _row(prompt) for number, prompt in prompts.items()}
+        pictures = {
+            number: _pictures(prompt, rows[number], self.workers.settings) for number, prompt in prompts.items()
+        }
         specs = [
-            EpisodeSpec(number, one.sample, chats[number], rows[number], one.sampling, self.seed, one.seed_key)
+            EpisodeSpec(
+                number,
+                one.sample,
+                chats[number],
+                rows[number],
+                one.sampling,
+                self.seed,
+                one.seed_key,
+                *pictures[number],
+            )
             for number, one in ((request.number, request) for request in requests)
         ]
-        client = self.client
+        client, options = self.client, {"check": self.client.check, "store": self.store}
         if not grouped:
-            own = EpisodeDispatch(self.workers, together=client.fixed, check=client.check)
+            own = EpisodeDispatch(self.workers, together=client.fixed, **options)
             return SampledTurns(client, closing(own), specs, store)
         if self.groups is None:
-            self.groups = EpisodeDispatch(self.workers, paused=lambda: bool(client.paused()), check=client.check)
+            self.groups = EpisodeDispatch(self.workers, paused=lambda: bool(client.paused()), **options)
         return SampledTurns(client, nullcontext(self.groups), specs, store)
 
     def close(self) -> None:
@@ -179,6 +195,12 @@ class SampledTurns:
     def _keep(self, request: Request, done: asyncio.Future[Completion]) -> None:
         if not done.cancelled() and done.exception() is None:
             self.store.add(request, done.result())
+
+
+def _pictures(prompt: Prompt, row: EpisodeRow, settings: EpisodeSettings) -> tuple[list[Picture], list[Encoded]]:
+    """Return the names of a prompt's pictures; and how the row has them, for an agent that sends messages itself."""
+    named = [replace(picture, pixels=None) for picture in prompt.pictures]
+    return named, [*prompt.encoded.values()] if runs_function(row, settings.environments) else []
 
 
 def _row(prompt: Prompt) -> dict[str, Any]:

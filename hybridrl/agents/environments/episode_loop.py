@@ -21,11 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.agents.environments import Environment, EpisodeFault, Message, Response, Step, ToolCall
 from hybridrl.agents.environments.calls import CallParser, call_parser
 from hybridrl.agents.environments.dialogue import LONG, Dialogue, characters
+from hybridrl.agents.environments.pictures import LIMIT, ConversationPictures, picture_parts
 from hybridrl.agents.environments.user_code import UserCodeError, contained, finished, metrics_of, reward_of
 from hybridrl.config.custom_code import once, own
 from hybridrl.core.carried import Encoded, Fields, superseded
 from hybridrl.core.experience.trajectory import Policy, Trajectory, Turn, continued_prompt
+from hybridrl.core.pictures import Picture
 from hybridrl.core.rollout import Completion
+from hybridrl.data.pictures import PictureFault
+from hybridrl.data.processor import PictureReader
 from hybridrl.data.tokenizer import ResponseDecoder
 from hybridrl.rewards.score import OutOfTime
 
@@ -39,8 +43,9 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class EpisodeLimits:
     """The bounds of an episode. Token limits count one row: `prompt` its first prompt, `response` all that follows,
-    sampled or observed, `turn` one response, `context` both together. Times are in seconds; where rollouts outlive a
-    step the policy is `held` while the devices train, and `timeout` does not count the time that it takes."""
+    sampled or observed, `turn` one response, `context` both together, which has at most `pictures`. Times are in
+    seconds; where rollouts outlive a step the policy is `held` while the devices train, and `timeout` does not count
+    the time that it takes."""
 
     prompt: int
     response: int
@@ -52,11 +57,13 @@ class EpisodeLimits:
     call_timeout: float = 30.0  # of a method of the environment; tools have their own, which is shorter
     timeout: float = 1800.0
     held: bool = False
+    pictures: int = 0
 
 
 @dataclass(frozen=True)
 class EpisodeTools:
-    """The parts that all episodes of a process share; `parser` returns that of calls, made once there are tools."""
+    """The parts that all episodes of a process share; `parser` returns that of calls, made once there are tools.
+    `reader` reads their pictures, if the model does."""
 
     tokenizer: PreTrainedTokenizerBase
     dialogue: Dialogue
@@ -64,6 +71,7 @@ class EpisodeTools:
     end_ids: frozenset[int]
     limits: EpisodeLimits
     decode: ResponseDecoder
+    reader: PictureReader | None = None
 
     @classmethod
     def of(
@@ -76,17 +84,22 @@ class EpisodeTools:
         model_type: str = "",
         arguments: Mapping[str, Any] = MappingProxyType({}),
         history_reasoning: str = "keep",
+        reader: PictureReader | None = None,
     ) -> Self:
         """Return the kit of a model: `format` of its tool calls, `arguments` of its chat template."""
         dialogue = Dialogue(tokenizer, end_ids, arguments=arguments, history_reasoning=history_reasoning)
         parser = once(partial(call_parser, format, model_type, dialogue))
         ends = frozenset((*end_ids, *dialogue.stop_ids))
-        return cls(tokenizer, dialogue, parser, ends, limits, ResponseDecoder(tokenizer, ends))
+        return cls(tokenizer, dialogue, parser, ends, limits, ResponseDecoder(tokenizer, ends), reader)
 
     def of_row(self, row: Mapping[str, Any]) -> Self:
         """Return the kit of an episode, whose row may have arguments of its own for the chat template."""
         dialogue = self.dialogue.of_row(row)
         return self if dialogue is self.dialogue else replace(self, dialogue=dialogue)
+
+    def pictures(self, known: Sequence[Picture] = ()) -> ConversationPictures:
+        """Return the pictures of a conversation, whose row has the `known` ones."""
+        return ConversationPictures(self.reader, self.limits.pictures, known)
 
     def content(self, sampled: np.ndarray) -> list[int]:
         """Return the ids of a response without its end tokens."""
@@ -114,6 +127,7 @@ class EpisodeRun:
     user_turns: int = 0
     reward: float | None = None
     carried: Fields = field(default_factory=dict)  # those of the row, which belong to the first prompt
+    pictures: ConversationPictures = field(default_factory=lambda: ConversationPictures(None))
 
     async def run(self, messages: Sequence[Message]) -> Trajectory:
         """Run the episode; whatever ends it, the environment is closed."""
@@ -122,9 +136,9 @@ class EpisodeRun:
             async with clock:
                 if self.kit.limits.held:
                     self.policy = PausablePolicy(self.policy, clock)
-                with contained(self.environment, EpisodeFault):  # what it returns can be anything
-                    stop = await self._turns(list(messages))
-        except EpisodeFault as error:
+                with contained(self.environment, EpisodeFault, PictureFault):  # what it returns can be anything
+                    stop = await self._turns(self.pictures.of_row(messages))
+        except (EpisodeFault, PictureFault) as error:
             stop, fault, detail = "fault", "environment", str(error)
         except UserCodeError as error:
             logger.exception("an environment failed")
@@ -145,7 +159,7 @@ class EpisodeRun:
     async def _turns(self, messages: list[Message]) -> str:
         """Alternate between policy and environment; return why the episode ended."""
         self.trusted = messages
-        self.messages = list(await self._call(self.environment.reset, own(list(messages))))
+        self.messages = await self._read(await self._call(self.environment.reset, own(list(messages))))
         observed, fresh = await self._start(), True
         if len(observed.ids) > self.kit.limits.prompt:
             raise EpisodeFault(
@@ -160,9 +174,10 @@ class EpisodeRun:
             self._take(response, step, time.monotonic() - began)
             if stop := self._stop(response, step):
                 return stop
+            messages = await self._read(step.messages if step.replace is None else step.replace)
             if fresh := self._replaces(step):
-                self.messages = step.replace or [*self.messages, *step.messages]
-            observed = await (self._start() if fresh else self._delta(response, step))
+                self.messages = messages if step.replace else [*self.messages, *messages]
+            observed = await (self._start() if fresh else self._delta(response, messages))
             if not observed.ids:
                 return "context_overflow"
 
@@ -173,6 +188,8 @@ class EpisodeRun:
         self.context += observed.ids
         prompt = continued_prompt(self.context, self.turns[self.row_start :], observed)
         began = time.monotonic()
+        if new := self.pictures.new(prompt.carried):
+            self.policy.show(new)
         completion = await self.policy.generate(prompt, max_tokens=self._left())
         turn = Turn.of(observed, completion, fresh=fresh and bool(self.turns))
         if self.turns and not fresh:
@@ -238,24 +255,28 @@ class EpisodeRun:
         """Return the conversation so far as a prompt; none if it does not fit, after the first turn."""
         limits, dialogue = self.kit.limits, self.kit.dialogue
         room = limits.context - min(SHORTEST_TURN, limits.response)
-        if dialogue.exceeds(self.messages, room):
+        too_many = self.pictures.too_many(self.messages)
+        if too_many or dialogue.exceeds(self.messages, room):
             if self.turns:
                 return Encoded([])
-            raise EpisodeFault(f"the first messages do not fit into a context of {limits.context} tokens")
+            what = f"of {limits.pictures} pictures ({LIMIT})" if too_many else f"of {limits.context} tokens"
+            raise EpisodeFault(f"the first messages do not fit into a context {what}")
         start = partial(dialogue.start, self.messages, self.environment.tools, trusted=self.trusted)
-        encoded = await _encoded(start, self.messages)
+        encoded = self.pictures.expanded(await _encoded(start, self.messages), self.messages)
         if not self.turns:
             return replace(encoded, carried={**self.carried, **encoded.carried})
         return encoded if len(encoded.ids) <= room else Encoded([])
 
-    async def _delta(self, response: Response, step: Step) -> Encoded:
+    async def _delta(self, response: Response, messages: Sequence[Message]) -> Encoded:
         """Return the tokens that the context grows by; none if they do not fit."""
-        limits, turn = self.kit.limits, self.turns[-1]
-        if self.kit.dialogue.exceeds(step.messages, limits.context - len(self.context)):
+        limits, turn, dialogue = self.kit.limits, self.turns[-1], self.kit.dialogue
+        long = dialogue.exceeds(messages, limits.context - len(self.context))
+        if long or self.pictures.too_many([*self.messages, *messages]):
             return Encoded([])
         sampled, ended = turn.sampled.tolist(), int(turn.sampled[-1]) in self.kit.end_ids
         options = {"ended": ended, "called": bool(response.calls), "tools": self.environment.tools}
-        delta = await _encoded(partial(self.kit.dialogue.delta, step.messages, sampled, **options), step.messages)
+        delta = await _encoded(partial(dialogue.delta, messages, sampled, **options), messages)
+        delta = self.pictures.expanded(delta, messages)
         if dropped := delta.dropped:  # the template has another end token there
             self.turns[-1] = turn.without_last(dropped)
             del self.context[-dropped:]
@@ -263,8 +284,14 @@ class EpisodeRun:
         left = min(limits.response - (used - self.prompt_length), limits.context - used)
         if left < min(SHORTEST_TURN, limits.response):
             return Encoded([])
-        self.messages += step.messages
+        self.messages += messages
         return delta
+
+    async def _read(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages of the environment with its pictures read, in a thread."""
+        if self.kit.reader is None or not any(picture_parts(messages)):
+            return self.pictures.read(messages)
+        return await asyncio.wrap_future(self.kit.reader.start(self.pictures.read, messages))
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the environment; EpisodeFault at the time limit. Tools have limits of their own."""
@@ -312,6 +339,9 @@ class PausablePolicy:
 
     policy: Policy
     clock: asyncio.Timeout
+
+    def show(self, pictures: Sequence[Picture]) -> None:
+        self.policy.show(pictures)
 
     async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         with paused(self.clock):

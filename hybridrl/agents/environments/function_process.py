@@ -152,7 +152,13 @@ def _reply(function: Any, name: str, arguments: dict[str, Any]) -> Any:
             if inspect.isawaitable(returned):
                 returned = asyncio.run(_awaited(returned))
             result = to_result(returned, f"the tool {name}")
-            return "", result.text, result.reward, dict(result.metrics)  # plain values, as all that is sent
+            return (
+                "",
+                result.text,
+                result.reward,
+                dict(result.metrics),
+                result.images,
+            )  # plain values, as all that is sent
     except UserCodeError as failure:
         error = failure.cause
         kinds = [kind.__name__ for kind in (ToolError, EpisodeFault) if isinstance(error, kind)]

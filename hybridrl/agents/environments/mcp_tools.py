@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from hybridrl.agents.environments import ToolError
 from hybridrl.agents.environments.tools import Tool
-from hybridrl.agents.environments.user_code import UserCodeError, contained
+from hybridrl.agents.environments.user_code import ToolResult, UserCodeError, contained
 from hybridrl.config import ConfigError
 from hybridrl.config.custom_code import once
 
@@ -138,12 +138,14 @@ class McpTool(Tool):
         super().__init__({"type": "function", "function": function})
         self._server = server
 
-    async def call(self, state: None, arguments: dict[str, Any]) -> str:
+    async def call(self, state: None, arguments: dict[str, Any]) -> ToolResult:
         result = await self._server.call(self.name, arguments)
-        parts = [part.get("text") or f"[{part.get('type')}]" for part in result.get("content", [])]
+        parts = result.get("content", [])
+        pictures = [part.get("data") for part in parts if part.get("type") == "image"]
+        text = "\n".join(part.get("text") or f"[{part.get('type')}]" for part in parts if part.get("type") != "image")
         if result.get("isError"):
-            raise ToolError("\n".join(parts) or "Error")
-        return "\n".join(parts)
+            raise ToolError(text or "Error")
+        return ToolResult(text, images=[f"data:image/png;base64,{data}" for data in pictures])
 
 
 def load_mcp_tools(entry: Mapping[str, Any], place: str, path: str) -> list[Tool]:

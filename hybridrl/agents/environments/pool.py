@@ -9,7 +9,7 @@ import os
 import pickle
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -24,12 +24,14 @@ from hybridrl.agents.environments.worker import (
     EpisodeTicket,
     EpisodeWorker,
     Given,
+    Taken,
 )
 from hybridrl.core.cluster import Actor, Pending, RaySession, cause, gather, kill, spawn
 from hybridrl.core.cluster.dispatch import ActorJob, ActorLost, Dispatcher, Lane, in_lists
 from hybridrl.core.cluster.failures import root
 from hybridrl.core.cluster.group import START_LIMIT
 from hybridrl.core.experience.trajectory import Trajectory
+from hybridrl.core.pictures import Picture, PictureStore
 from hybridrl.core.rollout import Completion, Request, RequestFault
 from hybridrl.tracking.console import info, warn
 
@@ -93,6 +95,7 @@ class RunningEpisode(ActorJob):
 
     spec: EpisodeSpec
     sample: SampleTurn
+    pictures: dict[int, Picture] = field(default_factory=dict, init=False)  # of its turns, while they are in use
     asked: Request | None = field(default=None, init=False)
     turn: asyncio.Future[Completion] | None = field(default=None, init=False)  # once it is requested
 
@@ -127,7 +130,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
 
     With `together` turns are requested once every running episode wants one: then engines form the same batches every
     time. `paused` returns whether turns wait for the devices, in which case no episode may end for long; `check`
-    returns why none can be sampled, or "".
+    returns why none can be sampled, or "". The pixels that episodes send go to the `store`.
     """
 
     def __init__(
@@ -137,9 +140,11 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         together: bool = False,
         paused: Callable[[], bool] = lambda: False,
         check: Callable[[], Awaitable[str]] = _no_ailment,
+        store: PictureStore | None = None,
     ) -> None:
         super().__init__(WorkerLane(index, actor) for index, actor in enumerate(workers.actors))
         self.workers, self.together, self.paused, self.check = workers, together, paused, check
+        self.store = store or PictureStore()
         self.call = os.urandom(8).hex()  # names it, as the processes have episodes of others too
         self.tasks: set[asyncio.Task] = set()
         self.moved = 0.0  # when an episode ended last, or the silence was reported
@@ -192,13 +197,16 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         except RuntimeError as error:
             self.fail(error)
 
-    async def take(self, lane: WorkerLane) -> Sequence[tuple[EpisodeTicket, Request | Trajectory | None]]:
+    async def take(self, lane: WorkerLane) -> Sequence[tuple[EpisodeTicket, Taken]]:
         return pickle.loads(await self._result(lane.actor, lane.actor.take.remote(self.call)))
 
-    def receive(self, lane: WorkerLane, results: Sequence[tuple[EpisodeTicket, Request | Trajectory | None]]) -> None:
+    def receive(self, lane: WorkerLane, results: Sequence[tuple[EpisodeTicket, Taken]]) -> None:
         for ticket, result in results:
             if ticket == CHECK:
                 self._keep(self._check(lane))
+            elif isinstance(result, list):
+                stored = [self.store.add(picture.pixels, picture.tokens) for picture in result]
+                lane.jobs[ticket].pictures |= {picture.digest: picture for picture in stored}
             elif isinstance(result, Request):
                 lane.jobs[ticket].asked = result
                 if not self.together:
@@ -241,7 +249,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
         episode = lane.jobs.pop(ticket)
         episode.drop_turn()
         if not episode.future.done():
-            episode.future.set_result(trajectory)
+            episode.future.set_result(replace(trajectory, pictures=[*episode.pictures.values()]))
 
     async def lost(self, lane: WorkerLane, failure: ActorLost) -> None:
         """Replace a process and start its episodes again, except those that have ended it too often."""

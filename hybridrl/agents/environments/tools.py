@@ -205,8 +205,9 @@ class ToolEnvironment(Environment):
         for fault in (record for record in ended if isinstance(record, BaseException)):
             raise fault
         limited = f"Error: not run, only {'1 call' if most == 1 else f'{most} calls'} at a time"
-        records = [*ended, *(self._not_run(call, limited) for call in response.calls[most:])]
-        return Step([_message(record) for record in records], metrics=metrics, calls=records)
+        results = [*ended, *((self._not_run(call, limited), ()) for call in response.calls[most:])]
+        records = [record for record, _ in results]
+        return Step([_message(*result) for result in results], metrics=metrics, calls=records)
 
     async def close(self) -> Mapping[str, float]:
         metrics: dict[str, float] = {}
@@ -221,8 +222,9 @@ class ToolEnvironment(Environment):
         self._states = {}
         return metrics
 
-    async def _run(self, call: ToolCall, metrics: dict[str, float]) -> CallRecord:
-        """Run a call to its end; only a failure that is to exclude the episode is raised, as EpisodeFault."""
+    async def _run(self, call: ToolCall, metrics: dict[str, float]) -> tuple[CallRecord, Sequence[Any]]:
+        """Run a call to its end; return its record and pictures. Only a failure that is to exclude the episode is
+        raised, as EpisodeFault."""
         begin = time.monotonic()
         result, outcome = ToolResult(self._invalid(call)), "invalid"
         if not result.text:
@@ -233,7 +235,7 @@ class ToolEnvironment(Environment):
         text = truncated(
             result.text, self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
         )
-        return CallRecord(call, text, time.monotonic() - begin, outcome, result.reward)
+        return CallRecord(call, text, time.monotonic() - begin, outcome, result.reward), result.images
 
     def _invalid(self, call: ToolCall) -> str:
         if call.error:
@@ -303,6 +305,9 @@ def log_tool_error(tool: str, error: BaseException, row: Mapping[str, Any]) -> N
         )
 
 
-def _message(record: CallRecord) -> Message:
+def _message(record: CallRecord, images: Sequence[Any]) -> Message:
+    """Return a result as the policy reads it: its pictures come before its text, as in verl."""
     identity = {"tool_call_id": record.call.id} if record.call.id else {}
-    return {"role": "tool", "name": record.call.name, "content": record.result, **identity}
+    text = [{"type": "text", "text": record.result}] if record.result else []
+    content = [*({"type": "image", "image": image} for image in images), *text] if images else record.result
+    return {"role": "tool", "name": record.call.name, "content": content, **identity}

@@ -3,6 +3,7 @@ and their results are checked on arrival. Imports nothing heavy, since the proce
 
 import asyncio
 import contextlib
+import importlib
 import inspect
 import json
 import logging
@@ -12,7 +13,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
@@ -151,11 +152,13 @@ def name_of(source: Any) -> str:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """The result of a call: the text for the policy, a reward of this call for the reward function, and metrics."""
+    """The result of a call: the text for the policy, a reward of this call for the reward function, metrics, and
+    pictures for the policy, in the forms that rows have them in, or PIL's."""
 
-    text: str
+    text: str = ""
     reward: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    images: Sequence[Any] = ()
 
 
 def reward_of(value: Any, source: Any) -> float | None:
@@ -198,26 +201,45 @@ def _finite(value: Any) -> float | None:
 
 
 def to_result(returned: Any, source: Any = "the tool") -> ToolResult:
-    """Read what a tool returned; ToolError if it is not text, EpisodeFault if its reward is not a finite number."""
-    if isinstance(returned, ToolResult):
-        reward, metrics = reward_of(returned.reward, source), metrics_of(returned.metrics, source)
-        return ToolResult(_text(returned.text), reward, metrics)
+    """Read what a tool returned, its pictures as they cross processes; ToolError if it is neither text nor pictures,
+    EpisodeFault if its reward is not a finite number."""
     reward, metrics = None, {}
-    if isinstance(returned, tuple) and 1 <= len(returned) <= 3:
+    if isinstance(returned, ToolResult):
+        reward, metrics = returned.reward, returned.metrics
+    elif isinstance(returned, tuple) and 1 <= len(returned) <= 3:
         returned, reward, metrics = (*returned, None, None)[:3]
-    if isinstance(returned, ToolResult):  # with a reward next to it
-        returned = returned.text
-    return ToolResult(_text(returned), reward_of(reward, source), metrics_of(metrics, source))
+    text, images = _text(returned), _images(returned)
+    return ToolResult(text, reward_of(reward, source), metrics_of(metrics, source), images)
+
+
+def _images(value: Any) -> list[Any]:
+    """The pictures in what a tool returned: in verl's ToolResponse, in a ToolResult, or PIL's alone."""
+    of_verl, ours = getattr(value, "image", None), getattr(value, "images", None)
+    images = value if _is_picture(value) else ours if of_verl is None else of_verl
+    images = [] if images is None else images if isinstance(images, list | tuple) else [images]
+    if not images:
+        return []
+    data = importlib.import_module("hybridrl.data.pictures")  # takes longer than most tools
+    try:
+        return [data.as_stored(image) for image in images]
+    except data.PictureFault as fault:
+        raise ToolError(f"the tool returned a picture, and it cannot be read: {fault}") from fault
+
+
+def _is_picture(value: Any) -> bool:
+    return hasattr(value, "getbands") and hasattr(value, "tobytes")  # PIL's
 
 
 def _text(value: Any) -> str:
     """The text that the policy reads."""
     if isinstance(value, str):
         return value
-    if any(getattr(value, kind, None) for kind in ("image", "video")):
-        raise ToolError("the tool returned an image or a video, which this model cannot read")
-    if hasattr(value, "text"):  # verl's ToolResponse
-        return value.text or ""
+    if getattr(value, "video", None):
+        raise ToolError("the tool returned a video, which models cannot read here")
+    if _is_picture(value):
+        return ""
+    if hasattr(value, "text"):  # a ToolResult, or verl's ToolResponse
+        return _text(value.text)
     if isinstance(value, bytes | bytearray):
         try:
             return bytes(value).decode()

@@ -33,7 +33,10 @@ from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config.custom_code import own
 from hybridrl.core.carried import Encoded, brought
 from hybridrl.core.experience.trajectory import Policy, Trajectory
+from hybridrl.core.pictures import Picture
 from hybridrl.core.rollout import Completion, Request, RequestFault, Sampling, request_seed
+from hybridrl.data.pictures import Encoded as EncodedPicture
+from hybridrl.data.processor import PictureReader
 from hybridrl.runtime.guard import begin_actor
 
 logger = logging.getLogger(__name__)
@@ -44,13 +47,17 @@ HEARTBEAT_SECONDS = 5.0  # after which `take` returns nothing, to show that the 
 EpisodeTicket = int  # names an episode between driver and process
 CHECK: EpisodeTicket = -1  # no episode, but the question why no turn can be sampled, which is answered by a text
 Answer = Completion | RequestFault | str
+# A turn to sample, the pictures of later ones, the end of an episode; None: the question of CHECK.
+Taken = Request | list[Picture] | Trajectory | None
 # Episodes to start, and turns.
 Given = tuple[list[tuple[EpisodeTicket, "EpisodeSpec"]], list[tuple[EpisodeTicket, Answer]]]
 
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """One episode to run. `row` has all columns of its row; its seeds derive from `seed`, `seed_key` and `sample`."""
+    """One episode to run. `row` has all columns of its row; its seeds derive from `seed`, `seed_key` and `sample`. The
+    parts of its messages name the `pictures`, without pixels; an agent that sends messages itself has them `encoded`.
+    """
 
     prompt: int
     sample: int
@@ -59,11 +66,14 @@ class EpisodeSpec:
     sampling: Sampling
     seed: int
     seed_key: int | str
+    pictures: Sequence[Picture] = ()
+    encoded: Sequence[EncodedPicture] = ()
 
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What the processes of a run are made with, as plain values; `load_tokenizer` is called once in each."""
+    """What the processes of a run are made with, as plain values; `load_tokenizer` is called once in each, as is
+    `load_reader`, for their pictures."""
 
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]
     environments: EnvironmentSettings
@@ -73,6 +83,7 @@ class EpisodeSettings:
     configuration: Mapping[str, Any] = field(default_factory=dict)  # the run's or evaluation's, for verl's loops
     # Makes what runs the user's function, with EpisodeWorker.check.
     agents: Callable[[EpisodeTools, Callable[[], Awaitable[None]]], "AgentRunner"] | None = None
+    load_reader: Callable[[PreTrainedTokenizerBase], PictureReader | None] | None = None
 
 
 class AgentRunner(Protocol):
@@ -89,15 +100,15 @@ class AgentRunner(Protocol):
 
 @dataclass(eq=False)
 class DispatchCall:
-    """The episodes of one dispatch of the driver. `ready` has tickets, each with the Request of its episode or its
-    Trajectory; `faults` are of episodes with a turn that could not be sampled. `places` limits the agents that run:
-    those of another call must not wait for them, since they may be held while the other call runs."""
+    """The episodes of one dispatch of the driver. `ready` has tickets, each with what its episode sends; `faults` are
+    of episodes with a turn that could not be sampled. `places` limits the agents that run: those of another call must
+    not wait for them, since they may be held while the other call runs."""
 
     places: AbstractAsyncContextManager = field(default_factory=nullcontext)
 
     tasks: dict[EpisodeTicket, asyncio.Task] = field(default_factory=dict)
     asked: dict[EpisodeTicket, asyncio.Future] = field(default_factory=dict)
-    ready: asyncio.Queue[tuple[EpisodeTicket, Request | Trajectory | None]] = field(default_factory=asyncio.Queue)
+    ready: asyncio.Queue[tuple[EpisodeTicket, Taken]] = field(default_factory=asyncio.Queue)
     faults: dict[EpisodeTicket, RequestFault] = field(default_factory=dict)
 
     async def ask(self, ticket: EpisodeTicket, request: Request) -> Completion:
@@ -143,6 +154,9 @@ class WorkerPolicy:
         self.turn = 0
         self.versions: list[np.ndarray] = []  # of the weights that each token was sampled with, by turn
 
+    def show(self, pictures: Sequence[Picture]) -> None:
+        self.call.ready.put_nowait((self.ticket, list(pictures)))
+
     async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         spec, turn, context = self.spec, self.turn, self.kit.limits.context
         if len(prompt.ids) >= context:
@@ -175,7 +189,9 @@ class EpisodeWorker:
 
     def begin(self, settings: EpisodeSettings) -> None:
         """Begin without episodes, in a process whose output goes where it is."""
-        self.kit = EpisodeTools.of(settings.load_tokenizer(), settings.end_ids, settings.limits, **settings.formats)
+        tokenizer = settings.load_tokenizer()
+        reader = settings.load_reader and settings.load_reader(tokenizer)
+        self.kit = EpisodeTools.of(tokenizer, settings.end_ids, settings.limits, reader=reader, **settings.formats)
         self.environments, self.configuration = settings.environments, settings.configuration
         self.agents = settings.agents(self.kit, self.check) if settings.agents else None
         self.calls: dict[str, DispatchCall] = {}
@@ -206,8 +222,8 @@ class EpisodeWorker:
             call.tasks[ticket] = asyncio.create_task(self._run(call, ticket, spec))
 
     async def take(self, name: str) -> bytes:
-        """Return what episodes of this call ask for, and those that ended, as pickled pairs of ticket and Request or
-        Trajectory; nothing after some seconds without any."""
+        """Return what episodes of this call ask for, and those that ended, as pickled pairs of ticket and Taken;
+        nothing after some seconds without any."""
         queue, ready = self._call(name).ready, []
         with contextlib.suppress(TimeoutError):
             ready.append(await asyncio.wait_for(queue.get(), HEARTBEAT_SECONDS))
@@ -258,7 +274,8 @@ class EpisodeWorker:
             return await self._verl_loop(make, policy(loop_sampling), spec, kit)
         environment = SingleResponse({}, spec.row) if make is None else make()
         sampling = self._with_stops(spec.sampling) if environment.tools else spec.sampling
-        return await EpisodeRun(kit, policy(sampling), environment, carried=brought(spec.row)).run(spec.messages)
+        own_fields = {"carried": brought(spec.row), "pictures": kit.pictures(spec.pictures)}
+        return await EpisodeRun(kit, policy(sampling), environment, **own_fields).run(spec.messages)
 
     async def _verl_loop(
         self, loop: AgentLoop, policy: "WorkerPolicy", spec: EpisodeSpec, kit: EpisodeTools

@@ -281,6 +281,9 @@ class ToolAgentLoop(AgentLoopBase):
                 raise EpisodeFault(f"tool {tool_call.name} failed: {first_line(error)}") from error
             logger.warning("tool %s failed", tool_call.name, exc_info=error)
             return ToolResponse(text=f"Error when executing tool: {first_line(error)}"), 0.0, {}
+        if result.images:
+            cause = "Error: the tool returned a picture, and an agent loop reads text alone"
+            return ToolResponse(text=cause), result.reward, dict(result.metrics)
         text = truncated(result.text, self.max_tool_response_length, self.tool_response_truncate_side)
         return ToolResponse(text=text), result.reward, dict(result.metrics)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from hybridrl.core.carried import Encoded, Fields, declared, joined
 from hybridrl.core.experience.responses import ResponseStore
+from hybridrl.core.pictures import Picture
 from hybridrl.core.rollout import Completion, Goal, Request, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score, ScoringRequest
@@ -116,7 +117,8 @@ class Trajectory:
 
     `text` is the decoded text after the last row's prompt, observed tokens included; None: not decoded yet. `reward` is
     the environment's; None: the reward function scores the episode. `fault` (with `detail`) names the cause if the
-    policy did not end the episode; such an episode is excluded. `metrics` are the environment's.
+    policy did not end the episode; such an episode is excluded. `metrics` are the environment's. `pictures` hold the
+    pixels of those that it has besides its prompt's.
     """
 
     turns: Sequence[Turn]
@@ -127,6 +129,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     fault: str | None = None
     detail: str = ""
+    pictures: Sequence[Picture] = ()
 
     @property
     def truncated(self) -> bool:
@@ -243,6 +246,9 @@ class Sampler(Protocol):
 
 class Policy(Protocol):
     """The policy as one episode uses it. Turns of an episode go to the same server, where their prefix is cached."""
+
+    def show(self, pictures: Sequence[Picture]) -> None:
+        """Send the pixels of pictures that later prompts name."""
 
     async def generate(self, prompt: Encoded, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Completion:
         """Sample one turn. `max_tokens` lowers the limit of the run. A response ends with the token that completes one
