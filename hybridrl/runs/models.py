@@ -17,7 +17,7 @@ from hybridrl.config.checks.engine import why_no_pictures
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import adapter_settings, resolve_model
 from hybridrl.config.findings import Findings
-from hybridrl.config.schema import FSDPConfig, ModelConfig
+from hybridrl.config.schema import ActorRolloutRefConfig, FSDPConfig, ModelConfig
 from hybridrl.config.schema_parts import RolloutConfig
 from hybridrl.config.teachers import BASE, DistillationConfig
 from hybridrl.config.teachers import POLICY as POLICY_ITSELF
@@ -27,7 +27,7 @@ from hybridrl.core.training.layout import expert_plan, tensor_plan
 from hybridrl.core.training.loading import from_settings, load_settings
 from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import pairs
-from hybridrl.core.training.vision import VisionConfig, family_of
+from hybridrl.core.training.vision import VisionConfig, family_of, tower_weight
 from hybridrl.data.formats import with_objects
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import read_tokenizer
@@ -161,17 +161,19 @@ def check_adapter(config: ModelConfig, key: str) -> str:
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def vision_of(rollout: RolloutConfig, prompts: Sequence[PromptDataset]) -> VisionConfig | None:
+def vision_of(section: ActorRolloutRefConfig, prompts: Sequence[PromptDataset]) -> VisionConfig | None:
     """Return what training ranks need of the processor; None if no context has a picture."""
     readers = [data.reader for data in prompts if data.reader is not None]
-    if not readers or not rollout.limit_images:
+    if not readers or not section.rollout.limit_images:
         return None
     noise, reader = np.random.default_rng(0), readers[0]
     blank, *sample = (
         reader.pixels(Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8)))
         for height, width in SAMPLE_SIZES
     )
-    return VisionConfig(reader.rule, blank, sample)
+    with torch.device("meta"):
+        weight = tower_weight(from_settings(load_settings(section.model), section.model))
+    return VisionConfig(reader.rule, blank, sample, placeholder=reader.placeholder, weight=weight)
 
 
 def check_pictures(config: PPOConfig, prompts: Sequence[PromptDataset], *, episodes: bool) -> None:

@@ -99,7 +99,7 @@ class PPOJob:
         section, trainer = config.actor_rollout_ref, config.trainer
         load, decoder = (partial(call, config.data, section.model) for call in (tokenizer_elsewhere, decoder_elsewhere))
         self.scorers = stack.enter_context(open_scorer_pool(session, config.reward, logs, inputs.data_sources, decoder))
-        vision = vision_of(section.rollout, list(inputs.datasets.values()))
+        vision = vision_of(section, list(inputs.datasets.values()))
         self.pictures = store = PictureStore(Group.share)
         for data in inputs.datasets.values():
             if data.reader is not None:

@@ -92,7 +92,8 @@ def _seeing(model: RankModel, vision: VisionConfig, actor: ActorConfig) -> RankM
     if model.head != "language" or family_of(load_settings(model.model)) is None:
         return model
     frozen = model.trained is not None and actor.freeze_vision_tower
-    return replace(model, vision=replace(vision, frozen=frozen), reads=(*model.reads, *READS))
+    weight = vision.weight / 3 if frozen else vision.weight  # without the two thirds of the backward pass
+    return replace(model, vision=replace(vision, frozen=frozen, weight=weight), reads=(*model.reads, *READS))
 
 
 def rank_model(name: str, config: PPOConfig, steps: int = 1) -> RankModel:

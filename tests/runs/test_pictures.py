@@ -61,9 +61,10 @@ def test_an_engine_expects_the_most_pictures_of_a_row_and_the_largest_that_the_p
     inputs.rejections.close()
     assert config.actor_rollout_ref.rollout.limit_images == 2
     assert config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"mm_processor_kwargs": {"max_pixels": 2048}}
-    vision = vision_of(config.actor_rollout_ref.rollout, list(inputs.datasets.values()))
+    vision = vision_of(config.actor_rollout_ref, list(inputs.datasets.values()))
     assert vision is not None and not vision.frozen
     assert vision.rule.mean == (0.5, 0.5, 0.5) and vision.rule.std == (0.5, 0.25, 0.5)
+    assert vision.placeholder == 4 and 0.1 < vision.weight < 10
     assert len({digest_of(pixels) for pixels in (vision.blank, *vision.sample)}) == 3
     assert all(pixels["pixel_values"].dtype == "uint8" for pixels in vision.sample)
 
@@ -92,4 +93,4 @@ def test_rows_of_text_need_no_room_for_pictures(places, tmp_path):
     inputs = prepare(config)
     inputs.rejections.close()
     assert config.actor_rollout_ref.rollout.limit_images == 0
-    assert vision_of(config.actor_rollout_ref.rollout, list(inputs.datasets.values())) is None
+    assert vision_of(config.actor_rollout_ref, list(inputs.datasets.values())) is None

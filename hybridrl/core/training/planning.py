@@ -123,14 +123,16 @@ class Pieces:
         size: int = 1,
         *,
         padded: bool = False,
+        work: np.ndarray | None = None,
     ) -> "Pieces":
-        """Return each of these rows (default: all) as a piece, or each `size` neighbours; its work and memory are its
-        number of tokens, `padded` or not."""
+        """Return each of these rows (default: all) as a piece, or each `size` neighbours; its memory is its number of
+        tokens, `padded` or not, and so is its work, unless the `work` of each row is another."""
         lengths = np.asarray(lengths, dtype=np.int64)
         planned = np.arange(len(lengths)) if rows is None else np.asarray(rows, dtype=np.int64)
         together = lengths[planned].reshape(-1, size)
-        work, ends = together.sum(1), np.arange(size, len(planned) + 1, size)
-        return cls(planned, ends, work, together.max(1, initial=0) * size if padded else work)
+        tokens, ends = together.sum(1), np.arange(size, len(planned) + 1, size)
+        of_pieces = tokens if work is None else work[planned].reshape(-1, size).sum(1)
+        return cls(planned, ends, of_pieces, together.max(1, initial=0) * size if padded else tokens)
 
     @property
     def sizes(self) -> np.ndarray:
@@ -218,17 +220,18 @@ def rank_mini_batches(
     masks: Sequence[str] = (),
     teachers: Sequence[str] = (),
     size: int = 1,
+    work: np.ndarray | None = None,
 ) -> list[list[MiniBatch]]:
     """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch, for these masks
     of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one. `size`
-    neighbouring rows are never divided."""
+    neighbouring rows are never divided. `work` is that of each row, by default its tokens."""
     lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode", *masks)
     read = np.maximum(lengths, batch.in_context().lengths.numpy())  # by the policy or by the teacher of a row
     totals = [Divisors.of(counted.select(rows), masks) for rows in mini_batches]
     planned: list[list[MiniBatch]] = [[] for _ in range(ranks)]
 
     def pieces_of(rows: Sequence[int]) -> Pieces:
-        pieces = Pieces.single(lengths, rows, size, padded=budget.padded)
+        pieces = Pieces.single(lengths, rows, size, padded=budget.padded, work=work)
         return replace(pieces, memory=read[rows]) if size == 1 else pieces
 
     for rows, divisors in zip(mini_batches, totals, strict=True):
@@ -246,6 +249,20 @@ def _taught(batch: Batch, rows: Sequence[int], teachers: Sequence[str]) -> list[
     of_rows = numbers.numpy()[np.asarray(rows)]
     names = {-1: "", **dict(enumerate(teachers))}
     return [(name, np.asarray(rows)[of_rows == number].tolist()) for number, name in names.items() if number in of_rows]
+
+
+def work_with_pictures(batch: Batch, placeholder: int, weight: float) -> np.ndarray:
+    """Return the work of each row in tokens: one of a picture is computed by the tower too, which takes `weight`
+    times what the language model takes."""
+    parts = (batch.prompt_ids, batch.prompt_lengths), (batch.response_ids, batch.response_lengths)
+    pictured = sum(_count(ids.numpy() == placeholder, lengths.numpy()) for ids, lengths in parts)
+    return batch.lengths.numpy() + np.rint(weight * pictured).astype(np.int64)
+
+
+def _count(marked: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the number of marked elements of each row, whose elements are concatenated."""
+    before, ends = np.append(0, marked.cumsum()), lengths.cumsum()
+    return before[ends] - before[ends - lengths]
 
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:

@@ -32,12 +32,15 @@ READS = (PICTURES, PICTURE_DIGEST, PICTURE_START)
 @dataclass(frozen=True)
 class VisionConfig:
     """The part of a model's processor for a rank. `blank` are the pixels of its smallest picture, `sample` those of two
-    pictures that check the model."""
+    pictures that check the model. The tower takes `weight` times as long for a token, which has the id `placeholder`,
+    as the rest of the model."""
 
     rule: PixelRule
     blank: Pixels
     sample: Sequence[Pixels]
     frozen: bool = False  # the tower is not trained
+    placeholder: int = -1
+    weight: float = 0.0
 
 
 class VisionFamily(Protocol):
@@ -95,6 +98,18 @@ def with_pictures(
         ids += [settings.image_token_id, *after]
     marked = [Picture(digest_of(pixels), family.tokens(settings, pixels), pixels) for pixels in pictures]
     return expanded(ids, settings.image_token_id, marked)
+
+
+def tower_weight(model: PreTrainedModel) -> float:
+    """Return the multiplications of the tower for one token, relative to those of the other layers: the parameters
+    that a token passes through, which are a share of a mixture's experts, and one patch or several per token."""
+    text, size = model.config.get_text_config(), model.config.vision_config.spatial_merge_size
+    share = getattr(text, "num_experts_per_tok", 1) / getattr(text, "num_experts", 1)
+    sizes = {
+        name: parameter.numel() * (share if ".experts." in name else 1) for name, parameter in model.named_parameters()
+    }
+    tower = sum(count for name, count in sizes.items() if ".visual." in name)
+    return tower * size**2 / (sum(sizes.values()) - tower)
 
 
 def freeze_tower(model: PreTrainedModel) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, import
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.carried import PICTURE_DIGEST
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURES
 from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.pictures import PictureStore
@@ -34,6 +35,7 @@ from hybridrl.core.training.planning import (
     rank_mini_batches,
     reassemble,
     training_seed,
+    work_with_pictures,
 )
 from hybridrl.core.training.worker import Columns, TrainWorker
 from hybridrl.required import required
@@ -151,11 +153,19 @@ class TrainWorkers:
         """Compute a model's outputs on every rank's share of these rows; return them in the batch's row order."""
         budget = self.models[name].budget
         # A teacher reads longer rows than the policy: its context replaces the prompt.
-        shares = plan(Pieces.single(batch.in_context().lengths.numpy()), len(self.group), budget)
+        lengths, work = batch.in_context().lengths.numpy(), self._work(name, batch)
+        shares = plan(Pieces.single(lengths, work=work), len(self.group), budget)
         rows = self._share(batch)
         parts = [(name, rows, micro_batches, spec) for micro_batches in shares]
         columns = self._scatter(TrainWorker.forward, parts, shares, batch, name)
         return _in_row_order(columns, shares, batch.response_lengths, budget)
+
+    def _work(self, model: str, batch: Batch) -> np.ndarray | None:
+        """Return the work of each row for a model that sees; None: that is its tokens."""
+        vision = self.models[model].vision
+        if vision is None or PICTURES not in batch.carried:
+            return None
+        return work_with_pictures(batch, vision.placeholder, vision.weight)
 
     def _share(self, batch: Batch) -> Pending:
         """Share rows with all ranks, which keep the handles of the rows' pictures until other rows are shared."""
@@ -279,7 +289,8 @@ class TrainWorkers:
         size: int = 1,
     ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
         """Return each rank's micro-batches of all mini-batches, flat; and the shared rows with its mini-batches."""
-        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks, teachers, size)
+        work = self._work("actor", batch)  # a critic reads no pictures
+        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks, teachers, size, work)
         shared = self._share(batch.with_episode_tokens(masks).only(*fields))
         flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
         return flat, [(shared, of_rank) for of_rank in of_ranks]

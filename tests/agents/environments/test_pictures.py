@@ -219,7 +219,8 @@ def test_results_of_tools_have_their_pictures_before_their_text(reader):
     trajectory, policy = run(reader, ToolEnvironment([tool], multi_turn_of(), {}), texts=[CALL, "b"])
     (row,) = trajectory.rows()
     assert f"<|im_start|>tool\n{PLACE}seen<|im_end|>" in text_of(reader, row.response_ids.tolist())
-    assert trajectory.turns[0].calls[0].result == "seen"
+    named, text = trajectory.messages[2]["content"]
+    assert (text, named) == ({"type": "text", "text": "seen"}, {"type": "image", "digest": places(row)[0][0]})
     assert [len(shown) for shown in policy.shown] == [1]
 
 

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.core.training.planning import MicroBatchBudget, Pieces, balance, plan, reassemble
+from hybridrl.core.batch import token_rows
+from hybridrl.core.training.planning import MicroBatchBudget, Pieces, balance, plan, reassemble, work_with_pictures
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=25)
 RANKS = st.integers(1, 5)
@@ -43,6 +46,17 @@ PLANS = {
 def test_micro_batches_of_each_rank(case):
     lengths, ranks, budget, expected = PLANS[case]
     assert plan(Pieces.single(lengths), ranks, budget) == expected
+
+
+def test_tokens_of_pictures_count_as_the_work_of_the_tower_too():
+    # Placeholders have the id 9: none, four of which one is in the response, and two.
+    rows = token_rows([[1, 2, 3, 4, 5, 6], [9, 9, 9, 1, 9, 6], [9, 9]], slice(3, None))
+    rows = replace(rows, prompt_lengths=torch.tensor([3, 3, 2]), response_lengths=torch.tensor([3, 3, 0]))
+    assert work_with_pictures(rows, 9, 0.5).tolist() == [6, 8, 3]
+    assert plan(Pieces.single([6, 6, 2, 1], work=np.array([6, 9, 2, 1])), 2, MicroBatchBudget(100)) == [
+        [[1]],
+        [[0, 2, 3]],
+    ]
 
 
 def test_one_micro_batch_more_than_the_sum_allows_is_tried_before_two_more():

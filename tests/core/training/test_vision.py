@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen3VLConfig
 
 from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.objective import Divisors
@@ -28,7 +28,7 @@ from hybridrl.core.training.model import HOST, LanguageModel, adapter_parameters
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import PictureInputs, pack_rows
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
-from hybridrl.core.training.vision import READS, Grid, Vision, VisionConfig, freeze_tower
+from hybridrl.core.training.vision import READS, Grid, Vision, VisionConfig, freeze_tower, tower_weight
 from hybridrl.required import required
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import model_config
@@ -360,3 +360,13 @@ def test_a_placeholder_is_never_sampled_and_entropies_stay_numbers(paths) -> Non
     outputs = model(pack_rows(batch, padded=False), 1.0, entropies=True)
     assert outputs.log_probs[1].item() < -1e4 and outputs.entropies.isfinite().all()
     assert placeholder_ids(model.model.config) == [PICTURE, 6]
+
+
+def test_the_tower_weighs_as_much_as_its_share_of_the_multiplications_of_a_published_model():
+    text = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+    text |= {"intermediate_size": 12288, "head_dim": 128, "vocab_size": 151936}
+    tower = {"hidden_size": 1152, "depth": 27, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096}
+    settings = Qwen3VLConfig(text_config=text, vision_config=tower | {"deepstack_visual_indexes": [8, 16, 24]})
+    with torch.device("meta"):  # Qwen3-VL-8B: 0.58 of 8.77 billion parameters, and four patches a token
+        weight = tower_weight(AutoModelForImageTextToText.from_config(settings))
+    assert weight == pytest.approx(4 * 0.577 / 8.19, rel=0.01)
