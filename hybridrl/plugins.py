@@ -42,9 +42,10 @@ PLUGINS = {
     "engine.vllm": "hybridrl.core.rollout.vllm.settings:VLLM",
     "trial.episodes": "hybridrl.agents.endpoint.episodes:TRIAL",  # a runs.trials.Trial of a run's rows
     **dict.fromkeys(
-        [f"vision.{kind}" for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v")],
+        [f"vision.{kind}" for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")],
         "hybridrl.core.training.vision:GRID",  # models that see, by their type
     ),
+    "vision.glm4v": "hybridrl.core.training.vision:INTERPOLATED",
     "translation": "hybridrl.compat.translation:VERL",  # for arguments and keys that are not hybridrl's
 }
 _loaded: set[str] = set()  # names that this process has used

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, Qwen2Tokenizer
 
 from hybridrl.core.pictures import PictureStore
 from hybridrl.data.processor import PictureReader, load_processor
@@ -94,21 +94,13 @@ def write_model_that_sees(directory: Path, family: str = "qwen3_vl", seed: int =
     """Write a model of this type of transformers, with at most half a million parameters. A picture has at most 64
     tokens, each of 32 x 32 pixels, or 28 x 28 where a patch has 14."""
     directory.mkdir(parents=True, exist_ok=True)
-    text, tower = FAMILIES[family]
     tokenizer = tokenizer_that_sees(family)
     ids = dict(
         zip(("start", "picture", "end", "video"), tokenizer.convert_tokens_to_ids([*tokens(family)]), strict=True)
     )
     before, after = ("image_start", "image_end") if family == "glm4v" else ("vision_start", "vision_end")
-    settings = AutoConfig.for_model(
-        family,
-        text_config=TEXT | text,
-        vision_config=TOWER | tower,
-        image_token_id=ids["picture"],
-        video_token_id=ids["video"],
-        tie_word_embeddings=False,
-        **{f"{before}_token_id": ids["start"], f"{after}_token_id": ids["end"]},
-    )
+    named = {f"{before}_token_id": ids["start"], f"{after}_token_id": ids["end"]}
+    settings = settings_that_see(family, ids["picture"], video_token_id=ids["video"], **named)
     settings.dtype = "float32"
     torch.manual_seed(seed)
     AutoModelForImageTextToText.from_config(settings).save_pretrained(directory)
@@ -132,6 +124,13 @@ def tokenizer_that_sees(family: str = "qwen3_vl") -> Qwen2Tokenizer:
     trained = special.train_new_from_iterator([""], vocab_size=256 + 2 + len(others), show_progress=False)
     trained.chat_template = TEMPLATE.replace("START", start).replace("%s", picture).replace("END", end)
     return trained
+
+
+def settings_that_see(family: str, placeholder: int, **more: int) -> PreTrainedConfig:
+    """Return the settings of a small model, with this id of a picture's tokens."""
+    text, tower = FAMILIES[family]
+    parts: dict[str, Any] = {"text_config": TEXT | text, "vision_config": TOWER | tower, "tie_word_embeddings": False}
+    return AutoConfig.for_model(family, **parts, image_token_id=placeholder, **more)
 
 
 def _as_published(path: Path) -> None:

@@ -76,7 +76,7 @@ class Launches(TorchDispatchMode):
         if here and (name in WAITS or _has_unknown_size(name, args, options)):
             self.waits[self.part, line()] += 1
             if name == "_local_scalar_dense":
-                return 0.0 if read[0].is_floating_point() else 1
+                return torch.ones((), dtype=read[0].dtype).item() if not read[0].is_floating_point() else 0.0
         if name == "_to_copy" and here and str(options.get("device")) == "cpu":
             self.waits[self.part, line()] += 1
             return torch.zeros(read[0].shape, dtype=options.get("dtype") or read[0].dtype)
@@ -129,7 +129,8 @@ class _Literals(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and options.get("device") == DEVICE:
+        made_there = func is Tensor.new_tensor and args[0].device == DEVICE
+        if made_there or (func in (torch.tensor, torch.as_tensor) and options.get("device") == DEVICE):
             self.launches.copy()
         return func(*args, **options)
 

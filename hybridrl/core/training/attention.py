@@ -28,6 +28,7 @@ from hybridrl.required import required
 
 WIDEST_HEAD = 256  # the limit of FlashAttention 2, on which torch's kernel is based
 NAME = "hybridrl_packed"
+TOWER = "hybridrl_flash_pictures"  # transformers gives the boundaries of pictures to a name with "flash" in it
 
 
 class Options(NamedTuple):
@@ -142,12 +143,38 @@ def grouped_option(kernel: Callable[..., Any]) -> dict[str, bool]:
 GROUPED = grouped_option(varlen_attn)
 
 
+def attend_in_pictures(
+    module: nn.Module,
+    query: Tensor,  # [1, heads, patches, width], as keys and values
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    *,
+    cu_seq_lens_q: Tensor,  # [pictures or windows + 1] int32, their boundaries
+    max_length_q: int,  # patches of the longest
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Return the attention output [1, patches, heads, width] of a tower: the patches of a picture, or of a window of
+    it, attend to each other both ways."""
+    options = Options(scaling, 0.0, None, None, None)
+    if kernel_computes(query, value, options):
+        q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
+        limits = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+        attended: Any = varlen_attn(q, k, v, *limits, scale=scaling, window_size=(-1, -1))
+        return attended[None], None
+    lengths = cu_seq_lens_q.diff().tolist()
+    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*part, scale=scaling) for part in parts], 2).transpose(1, 2), None
+
+
 def implementation(settings: PreTrainedConfig) -> str | dict[str, str]:
     """Return the name of this attention for transformers; in a tower pictures attend both ways."""
     return {"": NAME, "text_config": NAME, "vision_config": "sdpa"} if "vision_config" in settings.sub_configs else NAME
 
 
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(TOWER, attend_in_pictures)
 
 
 # -- Ulysses -----------------------------------------------------------------------------------------------------------

@@ -315,6 +315,8 @@ def check_log_probs(
         with rounded_otherwise(name):
             again = torch.cat([compute() for compute in own])
         model.set_attn_implementation(attention.implementation(model.config))
+        if vision:
+            vision.attend()
     language_model.train(training)
     if unseen:
         raise ValueError(f"{model.config.model_type}: pictures do not change the log-probs of this family")

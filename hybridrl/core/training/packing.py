@@ -47,6 +47,7 @@ class PictureInputs:
     grids: Tensor  # [pictures, 3] int64, in host memory: a tower reads it there
     taken: Tensor  # [placeholders] int64, in the order of the flattened input
     at: Tensor  # [placeholders] int64, their places in the flattened input; in host memory
+    tower: Mapping[str, Any] = field(default_factory=dict)  # what the tower computes from grids, on its device
 
     def between(self, first: int, end: int) -> "PictureInputs":
         """Return the inputs for a slice of the flattened input, with all pictures."""
@@ -76,7 +77,9 @@ class ModelInputs:
         carried = {name: function(value) for name, value in self.carried.items()}
         pictures = self.pictures
         if pictures is not None:
-            pictures = replace(pictures, pixels=function(pictures.pixels), taken=function(pictures.taken))
+            tower = {key: function(each) if isinstance(each, Tensor) else each for key, each in pictures.tower.items()}
+            moved = {name: function(getattr(pictures, name)) for name in ("pixels", "taken")}
+            pictures = replace(pictures, tower=tower, **moved)
         return replace(self, **own, packed=packed, carried=carried, pictures=pictures)
 
     def to(self, device: torch.device) -> "ModelInputs":

@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, vision_utils
 
 from hybridrl.core.batch import Batch, as_tensor, places, token_rows
 from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES, Encoded
 from hybridrl.core.pictures import Picture, PixelRule, Pixels, digest_of, expanded, tokens_of
+from hybridrl.core.training.attention import TOWER
 from hybridrl.core.training.packing import ModelInputs, PictureInputs, pack_rows
 from hybridrl.plugins import load, names
 from hybridrl.required import required
@@ -55,6 +56,9 @@ class VisionFamily(Protocol):
     def own(self, inputs: PictureInputs, pictured: Tensor) -> dict[str, Any]:
         """Return the arguments with which the model's own forward pass reads the pictures of one row."""
 
+    def tower(self, base: Any, grids: Tensor) -> dict[str, Any]:
+        """Return what the tower would compute from grids, here in host memory: positions and boundaries."""
+
     def features(self, base: Any, inputs: PictureInputs) -> dict[str, Any]:
         """Run the tower. Return the arguments with which the base reads the features `inputs.taken`."""
 
@@ -73,15 +77,48 @@ class Grid:
         types = pictured[None].int()
         return {"pixel_values": inputs.pixels, "image_grid_thw": inputs.grids, "mm_token_type_ids": types}
 
+    def tower(self, base: Any, grids: Tensor) -> dict[str, Any]:
+        tower, size = base.visual, base.config.vision_config.spatial_merge_size
+        found: dict[str, Any] = {"position_ids": vision_utils.get_vision_position_ids(grids, size)}
+        found |= _boundaries("seq", vision_utils.get_vision_cu_seqlens(grids))
+        if (side := getattr(tower, "num_grid_per_side", None)) is not None:
+            options = tower.interpolation_mode, tower.interpolation_align_corners, size
+            weighted = vision_utils.get_vision_interpolation_indices_and_weights(grids, side, *options)
+            found |= dict(zip(("interp_indices", "interp_weights"), weighted, strict=True))
+        if (window := getattr(tower, "window_size", None)) is not None:
+            index, ends = vision_utils.get_vision_window_index(grids, size, window, tower.patch_size)
+            found |= {"window_index": index, **_boundaries("window_seq", ends)}
+        return found
+
     def features(self, base: Any, inputs: PictureInputs) -> dict[str, Any]:
-        outputs = base.get_image_features(inputs.pixels, inputs.grids, return_dict=True)
+        pixels, arguments = inputs.pixels.type(base.visual.dtype), {"grid_thw": inputs.grids, **inputs.tower}
+        outputs = base.visual(pixels, return_dict=True, **arguments)
         outputs.pooler_output = [taken(outputs.pooler_output, inputs)]
         if (layers := getattr(outputs, "deepstack_features", None)) is not None:
             outputs.deepstack_features = [[taken(layer, inputs)] for layer in layers]
         return {"mm_encoder_outputs": {"image": outputs}}
 
 
-GRID = Grid()
+class InterpolatedGrid(Grid):
+    """GLM's, whose tower reads grids on its device too."""
+
+    def tower(self, base: Any, grids: Tensor) -> dict[str, Any]:
+        return {**super().tower(base, grids), "grid_thw": grids}
+
+
+def _added(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
+    """Add features to the hidden states [B, T, width] where the mask [B, T] is true. With the mask as an index, as
+    transformers adds them, the host would wait for their number."""
+    at = mask.flatten().nonzero_static(size=len(features)).flatten()
+    return hidden.flatten(0, 1).index_add(0, at, features.to(hidden.dtype)).view_as(hidden)
+
+
+def _boundaries(name: str, ends: Tensor) -> dict[str, Any]:
+    """Return the boundaries of pictures or windows, and the longest one, for which the host would wait."""
+    return {f"cu_{name}lens": ends, f"max_{name}len": int(ends.diff().max())}
+
+
+GRID, INTERPOLATED = Grid(), InterpolatedGrid()
 
 
 def family_of(settings: PreTrainedConfig) -> VisionFamily | None:
@@ -126,8 +163,22 @@ class Vision:
     def __init__(self, config: VisionConfig, model: PreTrainedModel) -> None:
         self.config, self.settings, self.base = config, model.config, model.base_model
         self.family = required(family_of(model.config))
+        self.attend()
+        self.base.get_placeholder_mask = self._mask
+        if hasattr(self.base.language_model, "_deepstack_process"):
+            self.base.language_model._deepstack_process = _added
+        self._rule = [torch.tensor(values)[:, None] for values in (config.rule.mean, config.rule.std)]
         self.sample = {digest_of(pixels): pixels for pixels in config.sample}
         self.fetch: Callable[[Sequence[int]], Sequence[Pixels]] = no_pixels  # by digests; see `TrainWorker.see`
+
+    def attend(self) -> None:
+        """Let the tower compute attention as `attend_in_pictures` does. Transformers looks for names with "flash" in
+        them on the hub, unless they are set here."""
+        self.settings.vision_config._attn_implementation = TOWER
+
+    def _mask(self, ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """Return the mask of placeholders; transformers' own method makes the host wait to count them."""
+        return (ids == self.settings.image_token_id)[..., None], None
 
     def inputs(self, rows: Batch, inputs: ModelInputs) -> ModelInputs:
         """Return the inputs with positions and pictures; unchanged if the batch of these rows has no picture."""
@@ -145,11 +196,13 @@ class Vision:
         starts = torch.arange(len(rows)) * inputs.input_ids.shape[1] if padded else lengths.cumsum(0) - lengths
         at = places(rows.carried[PICTURE_START].long() + starts.repeat_interleave(counts), sizes)
         arrays = [*pixels.values()] or [self.config.blank]
+        grids = torch.cat([as_tensor(each["image_grid_thw"]) for each in arrays])
         pictures = PictureInputs(
             pixels=torch.cat([as_tensor(each["pixel_values"]) for each in arrays]),
-            grids=torch.cat([as_tensor(each["image_grid_thw"]) for each in arrays]),
+            grids=grids,
             taken=places(torch.tensor([first[digest] for digest in digests], dtype=torch.int64), sizes),
             at=at,
+            tower=self.family.tower(self.base, grids),
         )
         of_rows = [[pixels[digest] for digest in part] for part in split(digests, counts.tolist())]
         spans = [slice(start, start + length) for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
@@ -197,7 +250,9 @@ class Vision:
     def normalised(self, pictures: PictureInputs) -> PictureInputs:
         """Return pictures whose pixels are the tower's inputs, in float32."""
         rule, pixels = self.config.rule, pictures.pixels
-        mean, std = (pixels.new_tensor(values, dtype=torch.float32)[:, None] for values in (rule.mean, rule.std))
+        if self._rule[0].device != pixels.device:  # moved once: the host would wait for each copy
+            self._rule = [values.to(pixels.device) for values in self._rule]
+        mean, std = self._rule
         values = (pixels.float().unflatten(1, (len(rule.mean), -1)) * rule.scale - mean) / std
         return replace(pictures, pixels=values.flatten(1))
 
@@ -215,9 +270,9 @@ def no_pixels(digests: Sequence[int]) -> list[Pixels]:
     return []
 
 
-def taken(features: Sequence[Tensor], inputs: PictureInputs) -> Tensor:
-    """Return the feature of each placeholder [placeholders, width]; `features` has one tensor for each picture."""
-    return _Take.apply(torch.cat(tuple(features)), inputs.taken)
+def taken(features: Tensor, inputs: PictureInputs) -> Tensor:
+    """Return the feature of each placeholder [placeholders, width]; `features` are those of all pictures."""
+    return _Take.apply(features, inputs.taken)
 
 
 class _Take(Function):

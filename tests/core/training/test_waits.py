@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForImageTextToText
 
 from hybridrl.config.catalog import (
     ENTROPY,
@@ -24,16 +25,20 @@ from hybridrl.config.values import Aggregation
 from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
+from hybridrl.core.training.attention import implementation
 from hybridrl.core.training.heads import ReferenceOutputs
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, critic_objective, policy_objective, prepare_rejection
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import ModelInputs
+from hybridrl.core.training.vision import READS, Vision, VisionConfig
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
+from tests.vision_models import FAMILIES, noise_picture, reader_that_sees, settings_that_see
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmark"
 PARTS = [[0, 1, 2], [3], []]  # the last keeps ranks aligned, with a dummy row
 PLAIN = LossConfig(loss_terms("vanilla"), "token-mean", 1.0, 1.0, 1.0, LOSS_PARAMETERS)
+UPDATE = replace(PLAIN, old_from_update=True, log_entropy=True)
 EXTRA = LossTerm("extra", ENTROPY.function, 0.5, outputs=ENTROPY.outputs, mask="chosen")
 LOSSES = {f"aggregation {mode}": replace(PLAIN, aggregation=mode) for mode in get_args(Aggregation)}
 LOSSES |= {name: replace(PLAIN, terms=loss_terms(name)) for name in POLICY_LOSSES}
@@ -139,6 +144,34 @@ def test_a_rejection_before_an_update_waits_for_log_probs_entropies_and_counts(l
     launches = count(learner, policy_objective(learner, loss, reference(learner), []), batch(), PARTS, prepare=reject)
     assert [part for part, _ in launches.waits.elements()].count(END) == 1
     assert sum(launches.waits.values()) == 4, launches.waits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_pictures_their_pixels_are_copied_with_each_micro_batch_and_the_host_waits_no_more_often(family, tmp_path):
+    """Nor does anything on the device meet what is on the host. Autograd waits once more in the backward pass of a
+    masked copy, which is not an operation that can be counted here."""
+    from count_update import END, LAYERS, LAYOUT, count, learner_of
+
+    reader = reader_that_sees(tmp_path, family)
+    settings = settings_that_see(family, reader.placeholder)
+    with torch.device("meta"):
+        seeing = LanguageModel(
+            AutoModelForImageTextToText.from_config(
+                settings, attn_implementation=implementation(settings), dtype=torch.bfloat16
+            )
+        )
+    blank, *sample = (reader.pixels(noise_picture(64 * wide, 64)) for wide in (1, 2, 3))
+    seeing.vision = Vision(VisionConfig(reader.rule, blank, sample), seeing.model)
+    learner = learner_of(seeing)
+    learner.reads, learner.vision = READS, seeing.vision
+    rows = seeing.vision.sample_rows(range(10, 18), range(20, 24))
+    filled = dict.fromkeys(("rollout_log_probs", "advantages"), torch.zeros(len(rows.response_ids)))
+    rows = replace(rows, **filled, response_mask=torch.ones(len(rows.response_ids), dtype=torch.bool))
+    launches = count(learner, policy_objective(learner, UPDATE, reference(learner), []), rows, [[0, 2], [1], []])
+    assert [part for part, _ in launches.waits.elements()] == [END], launches.waits
+    copies = [part for part, _ in launches.copies.elements()]
+    assert copies.count(LAYOUT) == 1 and len(copies) == 3 + 2, launches.copies  # means and deviations once
+    assert copies.count(LAYERS) == 2
 
 
 def test_an_update_of_a_model_of_24_layers_launches_at_most_3300_kernels(monkeypatch):
