@@ -1,6 +1,8 @@
 """Runs with pictures through the front door: rows as verl's own script writes them, some of them of text."""
 
 import json
+import re
+import time
 from io import BytesIO
 from pathlib import Path
 from subprocess import run
@@ -22,6 +24,20 @@ pytestmark = pytest.mark.slow
 
 SIZES = [(), ((75, 41),), ((64, 64), (33, 120)), ((200, 30),)]  # of the pictures of four rows
 STEPS = 3
+SLOW = """
+import time
+from pathlib import Path
+
+held = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global held
+    held += Path("{hold}").exists()
+    while held > 28 and Path("{hold}").exists():
+        time.sleep(0.2)
+    return len(solution_str) % 3 / 2
+"""
 PROBE = "training/probe_log_prob_diff"
 # Engines keep the features of pictures that they have computed, also those of earlier weights.
 STALE = """
@@ -157,6 +173,50 @@ def test_a_killed_run_ends_as_one_that_never_was(arguments, tmp_path):
     resumed, expected = (weights_and_moments(tmp_path / name, STEPS) for name in ("killed", "unbroken"))
     assert any(".visual." in name for name in expected)
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.drill)])
+def test_after_a_kill_in_a_rollout_no_response_is_used_for_another_picture(arguments, tmp_path, mode):
+    """Of eight rows the pictures of two are exchanged before the run continues. What was sampled is kept once it has a
+    score, as nearly all of a step do at the kill; up to 8 are to the rows with another picture."""
+    files = [tmp_path / f"{number}.png" for number in range(8)]
+    for number, file in enumerate(files):
+        noise_picture(40, 60, seed=number).save(file)
+    rows = [
+        {"prompt": [{"role": "user", "content": "<image>What?"}], "images": [str(file)], "ground_truth": str(number)}
+        for number, file in enumerate(files)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hold = tmp_path / "hold"
+    (tmp_path / "reward.py").write_text(SLOW.format(hold=hold))
+    more = {
+        "data.train_files": tmp_path / "rows.jsonl",
+        "data.ground_truth_key": "ground_truth",
+        "data.shuffle": False,
+        "reward.custom_reward_function.path": tmp_path / "reward.py",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.v1.trainer_mode": mode,
+    }
+    process = start("main_ppo", arguments(tmp_path / "run", more))
+    wait_for_step(process, tmp_path / "run", 1)
+    hold.touch()
+    spool, sizes = tmp_path / "run" / "spool" / "step_2", [0]
+    while not sizes[-1] or len({*sizes[-4:]}) > 1:  # until nothing has come for three seconds
+        time.sleep(1)
+        assert process.poll() is None
+        sizes.append(spool.stat().st_size if spool.exists() else 0)
+    driver_of(process).kill()
+    process.communicate(timeout=60)
+    other = files[0].read_bytes()
+    files[0].write_bytes(files[5].read_bytes())
+    files[5].write_bytes(other)
+    hold.unlink()
+    output = finish(start("main_ppo", arguments(tmp_path / "run", more)))
+    found = re.search(r"(\d+) responses of the (\d+) that were spooled are used again", output)
+    assert found, output
+    used, spooled = map(int, found.groups())
+    assert used < spooled <= used + 8, output
+    assert_agreement(tmp_path / "run")
 
 
 def test_features_of_an_earlier_tower_stop_the_run_in_the_first_sync_after_an_update(arguments, tmp_path):
