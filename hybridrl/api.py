@@ -5,6 +5,7 @@ holds, rows and a reward function, is written into the run's directory, so that 
 """
 
 import base64
+import hashlib
 import json
 import os
 import re
@@ -248,13 +249,13 @@ def _rows(argument: str, key: str, data: Data, file: Path, settings: Mapping[str
     rows = [*table] if isinstance(table, Iterable) else []
     if rows and all(isinstance(row, str | os.PathLike) for row in rows):
         return {key: [os.fspath(row) for row in rows]}
-    lines = []
+    lines, plain = [], partial(_plain, file.parent)
     for number, row in enumerate(rows):
         try:
-            lines.append(json.dumps({**row}, ensure_ascii=False, allow_nan=False, default=_listed) + "\n")
+            lines.append(json.dumps({**row}, ensure_ascii=False, allow_nan=False, default=plain) + "\n")
         except (TypeError, ValueError) as error:
             cause = f"{argument}: row {number} cannot be written as JSON ({error})"
-            raise ConfigError(cause, fix="rows are dicts of texts, numbers, lists and dicts") from error
+            raise ConfigError(cause, fix="rows are dicts of texts, numbers, pictures, lists and dicts") from error
     if not rows:
         raise ConfigError(f"{argument} has no rows", fix="give dicts such as {'prompt': ..., 'answer': ...}")
     write_if_changed(file, "".join(lines))
@@ -269,10 +270,19 @@ def _rows(argument: str, key: str, data: Data, file: Path, settings: Mapping[str
     return {key: str(file), **columns}
 
 
-def _listed(value: Any) -> Any:
-    """Return a value of numpy as Python's; TypeError for others."""
+def _plain(directory: Path, value: Any) -> Any:
+    """Return a value of numpy as Python's, and a picture as the name of a PNG file below a directory; TypeError for
+    others."""
     if hasattr(value, "tolist"):
         return value.tolist()
+    if type(value).__module__.startswith("PIL."):
+        from hybridrl.data.pictures import as_png
+
+        data = as_png(value)
+        name = f"pictures/{hashlib.sha256(data).hexdigest()[:16]}.png"
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(data)
+        return name
     raise TypeError(f"{value!r:.60} is of type {type(value).__name__}")
 
 

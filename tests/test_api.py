@@ -16,10 +16,12 @@ import numpy as np
 import pandas
 import psutil
 import pytest
+from PIL import Image
 
 from hybridrl.api import CommandFailed, Run, run_command, train
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import read_argument
+from hybridrl.data.pictures import content, decoded, located
 
 PYTHON = sys.executable
 ROWS = [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "3"}]
@@ -168,6 +170,19 @@ def test_rows_of_a_table_keep_values_and_lose_missing_ones(command: Command) -> 
         {"prompt": messages[1], "answer": 3, "size": None, "ids": None},
     ]
     assert command.values["data.ground_truth_key"] == "answer" and "data.prompt_key" not in command.values
+
+
+@pytest.mark.parametrize("make", [list, pandas.DataFrame, datasets.Dataset.from_list])
+def test_pictures_in_rows_are_written_as_files_next_to_them(command: Command, make: Callable[[list], Any]) -> None:
+    """Equal pictures are one file, whose name a run reads from the directory of the rows."""
+    red, blue = (Image.new("RGB", (4, 3), colour) for colour in ("red", "blue"))
+    rows = [{"prompt": "<image><image>?", "images": [red, blue]}, {"prompt": "<image>?", "images": [red.copy()]}]
+    train("m", make(rows), directory="run", **{"data.ground_truth_key": "none"})
+    (first, second), (again,) = (row["images"] for row in read_rows(Path("run/inputs/train.jsonl")))
+    assert again == first != second and len(list(Path("run/inputs/pictures").iterdir())) == 2
+    for name, picture in ((first, red), (second, blue)):
+        file = located(name, Path("run/inputs"))
+        assert decoded(content(file)).tobytes() == picture.tobytes()
 
 
 def test_columns_that_the_reader_finds_or_the_user_names_are_left_alone(command: Command) -> None:

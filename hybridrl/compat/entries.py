@@ -137,6 +137,13 @@ def _patch_size(value: Any, values: Mapping[str, Any]) -> str:
     return "" if str(size) == str(value) else f"set {size}, or leave it out"
 
 
+def _generator(sees: Any, values: Mapping[str, Any]) -> str:
+    """Return the fix for a generator of pictures with a local model that does not see."""
+    file = Path(str(values.get("actor_rollout_ref.model.path"))).expanduser() / "config.json"
+    settings = attempt(lambda: json.loads(file.read_text(encoding="utf-8")))
+    return "" if not isinstance(settings, dict) or "vision_config" in settings else "set false, or name one that does"
+
+
 def _batch_of_sync(step: Any, values: Mapping[str, Any]) -> str:
     """Name the batch with `step` updates; "" if verl does not read the key or if it is the present batch."""
     if values.get(MODE) != "separate_async":
@@ -296,6 +303,7 @@ OF_SKYRL = [
     ),
     _mask("geometric", "seq_mean_k1", "geo", 0.99, 1.01),
     _mask("product", "seq_sum_k1", "product", 0.5, 2),
+    Entry("rejected", ["generator.vision_language_generator"], "the model reads no pictures", [False], fix=_generator),
 ]
 
 

@@ -4,7 +4,7 @@ import ctypes
 import mmap
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -286,6 +286,11 @@ def memory_left() -> int:
     machine, (limit, _) = psutil.virtual_memory(), cgroup_limits(share=share)
     free = int(machine.available - (1 - share) * machine.total)
     return max(free if limit is None else min(free, limit), 0)
+
+
+def store_bytes(ray_init: Mapping[str, Any], shared: int) -> int:
+    """Return the size of Ray's object store: 30% of the memory, but at most `shared`, unless it is set."""
+    return int(ray_init.get("object_store_memory") or min(0.3 * psutil.virtual_memory().total, shared))
 
 
 def cgroup_limits(own: Path = OWN_CGROUP, mount: Path = CGROUPS, share: float = 1) -> tuple[int | None, float | None]:

@@ -11,6 +11,7 @@ travels with a row or a request names it, and the pixels are stored once per mac
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from threading import Lock
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +36,15 @@ class PixelRule:
     std: tuple[float, ...] = (1.0,)
 
 
+@dataclass(frozen=True)
+class Preview:
+    """A picture for people: its size, and a small JPEG of it."""
+
+    width: int
+    height: int
+    jpeg: bytes
+
+
 @dataclass(frozen=True, eq=False)
 class Picture:
     """A picture as the models of a run read it. Its pixels are freed with the last prompt that holds it."""
@@ -42,6 +52,8 @@ class Picture:
     digest: int  # int64, of the pixels
     tokens: int  # placeholders that it has in a prompt
     pixels: Any  # what the store's `put` returned for them
+    preview: Preview | None = None
+    size: int = 0  # bytes of its pixels
 
 
 class PictureStore:
@@ -53,17 +65,32 @@ class PictureStore:
         self._held: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._adding = Lock()  # else two threads would store equal pictures twice
 
-    def add(self, pixels: Pixels, tokens: int) -> Picture:
+    def add(self, pixels: Pixels, tokens: int, preview: Preview | None = None) -> Picture:
         """Return the picture with these pixels, which are stored unless they already are."""
         digest = digest_of(pixels)
         with self._adding:
             if (picture := self._held.get(digest)) is None:
-                self._held[digest] = picture = Picture(digest, tokens, self._put(pixels))
+                size = sum(array.nbytes for array in pixels.values())
+                self._held[digest] = picture = Picture(digest, tokens, self._put(pixels), preview, size)
         return picture
 
     def handles(self, digests: Iterable[int]) -> dict[int, Any]:
         """Return the handles of the pixels of these pictures; KeyError if no prompt holds one of them."""
         return {digest: self._held[digest].pixels for digest in {*digests}}
+
+
+def picture_metrics(of_prompts: Sequence[Sequence[Picture]], further: Iterable[Picture] = ()) -> dict[str, float]:
+    """Return number and tokens of pictures, as means over prompts, and the size of what is stored for these and for
+    `further` pictures; {} without any."""
+    pictures = list(chain.from_iterable(of_prompts))
+    stored = {*pictures, *further}
+    if not stored:
+        return {}
+    return {
+        "pictures/per_prompt": len(pictures) / len(of_prompts),
+        "pictures/tokens": sum(picture.tokens for picture in pictures) / len(of_prompts),
+        "pictures/gb": sum(picture.size for picture in stored) / (1 << 30),
+    }
 
 
 def placeholder_ids(settings: Any) -> list[int]:

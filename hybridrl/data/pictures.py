@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from hybridrl.config.custom_code import attempt
+from hybridrl.core.pictures import Preview
 from hybridrl.data import Message, from_json
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ MEDIA = ("videos", "audios")  # verl's columns for content that no model reads h
 FIELDS = ("bytes", "image", "image_url", "url", "path")  # an object's first one is the picture
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for others, such as PostScript
 MOST_PIXELS = 64_000_000
+PREVIEW = 192  # pixels of the longer side, at most
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -187,6 +189,23 @@ def decoded(data: bytes) -> Image.Image:
     if not data:
         raise PictureFault("0 bytes")
     return _checked(decode)
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Return width and height in a file's bytes, without decoding it. Raises PictureFault."""
+    return _checked(lambda: Image.open(BytesIO(data), formats=FORMATS).size)
+
+
+def preview(picture: Image.Image) -> Preview:
+    """Return the preview of a picture in RGB, which shrinks to it. Raises PictureFault."""
+    (width, height), file = picture.size, BytesIO()
+
+    def shrink() -> None:
+        picture.thumbnail((PREVIEW, PREVIEW))
+        picture.save(file, "JPEG", comment=b"")  # a comment of a GIF may be too long for a JPEG
+
+    _checked(shrink)
+    return Preview(width, height, file.getvalue())
 
 
 def _checked(call: Callable[[], T]) -> T:

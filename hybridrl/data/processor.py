@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -24,12 +25,13 @@ from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError, nearest
 from hybridrl.config.schema import DataConfig, ModelConfig
 from hybridrl.core.pictures import Picture, PictureStore, PixelRule, tokens_of
-from hybridrl.data.pictures import CORES, Encoded, PictureFault, content, decoded
+from hybridrl.data.pictures import CORES, Encoded, PictureFault, content, decoded, preview
 
 BLIND = "only text is supported, since the model reads no pictures"
 KEY = "data.mm_processor_kwargs"
 THREADS = min(16, max(CORES // 2, 1))
 FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+LIBRARIES = ("pillow", "torchvision")  # decode and resize
 RAW = {"do_rescale": False, "do_normalize": False}
 # Arguments that the model or the run fixes.
 FIXED = {
@@ -160,7 +162,7 @@ class PictureReader:
             tokens = tokens_of(pixels, self.processor.image_processor.merge_size)
             if tokens != counted:
                 raise PictureFault(f"the processor makes {tokens} tokens of it and counts {counted} from its size")
-        return self.store.add(pixels, counted)
+        return self.store.add(pixels, counted, preview(picture))
 
     def _arrays(self, picture: Image.Image, **flags: bool) -> dict[str, np.ndarray]:
         arrays = self.processor.image_processor(images=[picture], return_tensors="pt", **flags)
@@ -188,6 +190,13 @@ def picture_reader(data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTo
     if arguments:
         raise ConfigError(f"{KEY}={arguments}: {BLIND}", fix="leave it out", keys=KEY)
     return BLIND
+
+
+def version_change(before: Mapping[str, Any]) -> str:
+    """Describe the libraries of pictures that have other versions than before; "" if none has."""
+    pairs = {name: (before.get(name), version(name)) for name in LIBRARIES if before.get(name)}
+    changed = [f"{name} {now}, not {earlier}" for name, (earlier, now) in pairs.items() if earlier != now]
+    return f"pictures are read by {' and '.join(changed)}, so that pixels may differ" if changed else ""
 
 
 def _rule(processor: Any) -> PixelRule:

@@ -133,11 +133,14 @@ class PromptDataset(Sequence[Prompt]):
         rows = [row for row, seen in zip(self.rows, self.seen.lengths, strict=True) if seen]
         return {self.teacher_of(with_objects(row.values)) for row in rows} if self.teacher_of else set()
 
+    def pictures(self) -> Iterator[list[Seen]]:
+        """Yield the pictures of each prompt."""
+        return (_seen(self.seen[index]) for index in range(len(self.seen)))
+
     @property
     def lengths(self) -> np.ndarray:
         """The tokens of each prompt with all of its pictures [rows], int64."""
-        pictures = (_seen(self.seen[index]) for index in range(len(self.seen)))
-        added = [sum(picture.tokens - 1 for picture in seen) for seen in pictures]
+        added = [sum(picture.tokens - 1 for picture in seen) for seen in self.pictures()]
         return self.ids.lengths + np.array(added or 0)
 
 

@@ -9,16 +9,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from hybridrl.checkpoint.store import LOCK, holder, step_directories
 from hybridrl.config import PPOConfig
+from hybridrl.config.custom_code import attempt
 from hybridrl.config.findings import Findings
+from hybridrl.core.pictures import placeholder_ids
+from hybridrl.core.training.loading import load_settings
 from hybridrl.doctor.machine import version_of
-from hybridrl.doctor.rows import check_rows, check_template
+from hybridrl.doctor.rows import check_pixels, check_rows, check_template
 from hybridrl.doctor.start import KEY, check_devices, check_space, check_start
 from hybridrl.required import required
 from hybridrl.rewards.load import scorer_of, uses_built_in
+from hybridrl.runs.models import picture_settings
 from hybridrl.runs.prepare import RunInputs, prepare
 from hybridrl.runs.resume import check_complete, plan_resume
 from hybridrl.runs.reward_trial import try_reward
@@ -29,6 +34,7 @@ from hybridrl.tracking.faults import FILE
 
 SECONDS = 20.0  # for the trial of a reward
 IMPORT_SECONDS = 60
+READERS = ("PIL", "torchvision")  # import packages of models that see
 RUN_FILES = {LOCK, "config.yaml", "metrics.jsonl", FILE, "logs", "latest_checkpointed_iteration.txt"}
 
 
@@ -43,7 +49,8 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
             status.update("checking models, versions, machine, memory, devices ...")
             if not check_start(config, findings):
                 return
-            check_extensions(findings)
+            settings = attempt(partial(load_settings, config.actor_rollout_ref.model))
+            check_extensions(findings, *READERS * bool(placeholder_ids(settings)))
             check_devices(config, findings)
             status.update("checking model, tokenizer and data, as at the start of a run ...")
             inputs = prepare(config, in_full=True)
@@ -54,6 +61,8 @@ def examine(config: PPOConfig, findings: Findings, *, with_reward: bool) -> None
             if inputs.prompts:
                 status.update("checking the prompts ...")
                 check_rows(inputs.prompts, inputs.validation, config.data.max_prompt_length, findings)
+                if inputs.prompts.most_pictures:
+                    check_pixels(config, inputs.prompts, findings)
             status.update(f"checking {KEY}, and the checkpoint that a run would resume from ...")
             check_run_directory(config, inputs, findings)
             if inputs.tokenizer is not None and inputs.prompts:
@@ -77,10 +86,14 @@ class _LogFindings(logging.Handler):
         self.findings.warn("run.warning", record.getMessage())
 
 
-def check_extensions(findings: Findings) -> None:
-    """Import the installed EXTENSIONS, each in a subprocess; it takes seconds."""
-    for name in filter(importlib.util.find_spec, EXTENSIONS):
-        fix = f"pip uninstall -y {name}"
+def check_extensions(findings: Findings, *readers: str) -> None:
+    """Import the installed EXTENSIONS, and the packages that read pictures, each in a subprocess; it takes seconds."""
+    for name in (*filter(importlib.util.find_spec, EXTENSIONS), *readers):
+        fix = (
+            f"pip install --force-reinstall {name.replace('PIL', 'pillow')}"
+            if name in readers
+            else f"pip uninstall -y {name}"
+        )
         command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; import {name}"]
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS)
@@ -89,6 +102,9 @@ def check_extensions(findings: Findings) -> None:
             continue
         if ended.returncode:
             last = [f"exit status {ended.returncode}", *ended.stderr.strip().splitlines()][-1]
+            if name in readers:
+                findings.error("versions.pictures", f"{name}, which reads pictures, does not import ({last:.160})", fix)
+                continue
             cause = f"{name} does not work with torch {version_of('torch')} ({last:.160}), and "
             cause += "models then fail to import"
             findings.warn("versions.extension", cause, f"{fix} (nothing needs it)")
@@ -135,7 +151,8 @@ def check_run_directory(config: PPOConfig, inputs: RunInputs, findings: Findings
     if inputs.algorithm is not None and inputs.prompts and inputs.order is not None:
         with findings.gathered("run.resume"):
             rows, epoch = len(inputs.prompts), inputs.order.size
-            plan = plan_resume(config, inputs.algorithm, rows, epoch, directory, messages.append)
+            pictures = picture_settings(config.actor_rollout_ref.rollout, inputs.prompts)
+            plan = plan_resume(config, inputs.algorithm, rows, epoch, directory, messages.append, *pictures)
             steps = plan.steps
             if messages:
                 findings.info("run.resume", "\n".join(messages))

@@ -30,7 +30,7 @@ from hybridrl.config.checks.training import CPU_SLOT_BYTES
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.core import device as devices
-from hybridrl.core.device import cgroup_limits
+from hybridrl.core.device import cgroup_limits, store_bytes
 from hybridrl.runtime.environment import joins
 
 GIB = 1 << 30
@@ -199,11 +199,10 @@ def check_machine(devices: int, ray_init: Mapping[str, Any], tokens: int, findin
         findings.warn("machine.open-files", cause, "ulimit -n 65536 (as root, or in /etc/security/limits.conf)")
     if joins(ray_init):
         return
-    # What every rank reads from Ray's object store, which has 30% of the memory, as far as there is room for it.
-    needed, default = tokens * TOKEN_BYTES, 0.3 * psutil.virtual_memory().total
+    needed = tokens * TOKEN_BYTES  # every rank reads it from Ray's object store
     if shared is None:
         findings.warn("machine.shm", f"there is no {SHARED}", f"mount -t tmpfs -o size=8G tmpfs {SHARED}")
-    elif (store := int(ray_init.get("object_store_memory") or min(default, shared))) < needed:
+    elif (store := store_bytes(ray_init, shared)) < needed:
         cause = f"a step may have {needed / GIB:.1f} GiB of rows, and Ray's store for objects in {SHARED} has "
         fix = f"docker run --shm-size={-(-4 * needed // GIB)}g, or set "
         fix += f"ray_kwargs.ray_init.object_store_memory={2 * needed} where {SHARED} has room for it"

@@ -217,7 +217,8 @@ def _working(run: PlannedRun, phase: str) -> Bytes:
             activations = shard.activations(tokens, config.model, by_rows=by_rows)
             logits = shard.logits(tokens, run.device) * (name == "policy")
             compared = [max((model.compared(tokens) for model in each), default=0) for each in run.compared]
-            activations += sum(compared) * (name == "policy")
+            seen = shard.pictures(tokens * budget.devices // budget.tensor, run.config)
+            activations += (sum(compared) + seen) * (name == "policy")
             needs.append(Bytes(gathered=shard.gathered + shard.reduced, activations=activations, logits=logits))
             if not config.fsdp.offload_policy or run.on_cpu:  # else the optimizer steps in host memory
                 moved = shard.moments * (config.fsdp.optimizer_offload and not run.on_cpu)

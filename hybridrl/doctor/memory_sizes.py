@@ -4,13 +4,14 @@ The factors were counted in a forward pass (the tensors that autograd keeps of a
 docs/memory.md has the measurements.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hybridrl.checkpoint.export import LAYER, parts
 from hybridrl.config import PPOConfig
@@ -42,7 +43,7 @@ class ModelSizes:
     if the family has no plan of it."""
 
     def __init__(self, model: PreTrainedModel, fsdp: FSDPConfig | None = None) -> None:
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.parameters, self.tower = sum(each.numel() for each in model.parameters()), _tower(model.config)
         self._divide(model, fsdp)
         text = model.config.get_text_config()
         values = text.to_dict()
@@ -94,6 +95,13 @@ class ModelSizes:
         styles = [style for name, (_, style) in cuts.items() if name.startswith(largest) and name.endswith("weight")]
         self.by_columns, self.by_rows = (sum(kind in style for style in styles) for kind in ("colwise", "rowwise"))
         self.heads = max((parts for name, (parts, _) in cuts.items() if "att" in name), default=1)  # number of parts
+
+
+def _tower(settings: PreTrainedConfig) -> tuple[int, int, int, int]:
+    """Return the layers of a tower; and of a token of a picture its pixels, and a layer's hidden and inner elements."""
+    names = ("depth", "patch_size", "spatial_merge_size", "hidden_size", "intermediate_size")
+    depth, patch, merged, hidden, inner = (getattr(getattr(settings, "vision_config", None), name, 0) for name in names)
+    return depth, (merged * patch) ** 2, merged**2 * hidden, merged**2 * inner
 
 
 def _fused(model: PreTrainedModel) -> list[int]:
@@ -198,6 +206,21 @@ class Shard:
         saved = (sizes.layers - recomputed) * layer * share + recomputed * sizes.hidden
         saved += layer * (every > 0 or share < 1)
         return tokens * saved * self.computed
+
+    def pictures(self, tokens: int, config: PPOConfig) -> float:
+        """Activations that autograd keeps of a trained tower if prompts in a micro-batch are nothing but distinct
+        pictures, at most: of recomputed layers their inputs, and all of one layer. Ranks that divide a row's tokens all
+        compute its pictures. Before the rows are read, `limit_images` says whether they have any."""
+        section, data, (layers, area, hidden, inner) = config.actor_rollout_ref, config.data, self.sizes.tower
+        images, most = section.rollout.limit_images, data.mm_processor_kwargs.get("max_pixels")
+        if not images or section.actor.freeze_vision_tower or self.adapted:
+            return 0
+        norms = 6 if self.computed == FULL else 8
+        layer, every = (norms + 4) * hidden + 4 * inner, section.model.recomputes_every
+        recomputed = -(-layers // every) if every else 0
+        saved = (layers - recomputed) * layer + recomputed * hidden + layer * (every > 0)
+        seen = min(data.max_prompt_length, images * most / area if isinstance(most, int) else math.inf)
+        return tokens * seen / (data.max_prompt_length + data.max_response_length) * saved * self.computed
 
     def forward(self, tokens: int) -> float:
         """A forward pass without gradients: at most three MLP tensors and two of the residual stream at a time, and a

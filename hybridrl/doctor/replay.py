@@ -44,10 +44,10 @@ def replay(directory: Path, step: int | None) -> list[dict[str, object]]:
     step = max(paths) if step is None else step
     saved = weights_before(directory, step)
     config = config_of_run(directory)
-    batch = read_batch(paths[step])
+    batch, pictures = read_batch(paths[step])
     logs = directory / "replay" / "logs"
     logs.mkdir(exist_ok=True)
-    with training_ranks(config, directory, logs) as workers:
+    with training_ranks(config, directory, logs, pictures) as workers:
         if saved is not None:
             workers.load(saved.path, {"actor": ["model"]})
         weights = f"the weights after step {saved.step}" if saved else "the weights before the first step"
@@ -123,7 +123,7 @@ def weights_before(directory: Path, step: int) -> Checkpoint | None:
 
 def described(batch: Batch, norms: list[float], decode: Callable[[list[int]], str]) -> list[dict[str, object]]:
     """Return a description of every response, that with the largest gradient first."""
-    gaps = (batch.old_log_probs - batch.rollout_log_probs).abs()
+    gaps, total = (batch.old_log_probs - batch.rollout_log_probs).abs(), sum(norm**2 for norm in norms) or 1.0
     rows = []
     for row in sorted(range(len(batch)), key=lambda row: -norms[row]):
         part = batch.select([row])
@@ -134,7 +134,7 @@ def described(batch: Batch, norms: list[float], decode: Callable[[list[int]], st
                 "position": int(batch.position[row]),
                 "sample": int(batch.sample[row]),
                 "gradient": norms[row],
-                "share": norms[row] ** 2 / sum(norm**2 for norm in norms),
+                "share": norms[row] ** 2 / total,
                 "score": float(batch.rewards[row]),
                 "advantage": float(part.trained_mean(part.advantages)[0]),
                 "tokens": len(places),

@@ -7,6 +7,7 @@ tokenizer and configuration of the model, and starts nothing.
 
 import argparse
 import contextlib
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -25,13 +26,21 @@ from hybridrl.agents.environments import Message
 from hybridrl.agents.environments.calls import call_parser
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.template import TOOL
+from hybridrl.config import PPOConfig
 from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import ConfigError, Findings
+from hybridrl.core.device import store_bytes
+from hybridrl.data.pictures import content, size_of
 from hybridrl.data.prompts import PromptDataset, Prompts
 from hybridrl.data.template_arguments import arguments_read, row_arguments
 from hybridrl.data.tokenizer import as_chat, end_tokens, load_tokenizer
 from hybridrl.doctor import Result
+from hybridrl.doctor.machine import machine_resources
+from hybridrl.doctor.memory_sizes import in_gib
+from hybridrl.required import required
+from hybridrl.runtime.environment import joins
 
+SIZES, SHARES, RANKS = 500, (0.5, 0.99, 1.0), ("median", "99%", "largest")  # pictures whose size is read
 SAMPLE = 50_000  # prompts that are checked one by one; of a larger set as many, evenly spaced
 PERCENTILES = (50, 90, 99, 100)
 Texts = tuple[tuple[str, str], ...]  # role and text of each message
@@ -61,6 +70,7 @@ def check_rows(prompts: PromptDataset, validation: PromptDataset | None, limit: 
 def _check_dataset(prompts: PromptDataset, key: str, limit: int, findings: Findings) -> Counter[Texts]:
     """Check one dataset. Returns how often each prompt occurs in it."""
     _report_lengths(prompts, key, limit, findings)
+    _report_pictures(prompts, key, findings)
     counts: Counter[Texts] = Counter()
     empty, marked = [], []
     sample = min(len(prompts), SAMPLE)
@@ -107,6 +117,38 @@ def _report_lengths(prompts: PromptDataset, key: str, limit: int, findings: Find
         cause = f"{key}: {prompts.over} of {total} prompts ({prompts.over / total:.1%}) are longer than "
         cause += f"data.max_prompt_length={limit} and are {treatment}"
         findings.warn("data.long", cause, "raise the limit to keep them complete", keys=(key, "data.max_prompt_length"))
+
+
+def _report_pictures(prompts: PromptDataset, key: str, findings: Findings) -> None:
+    """Report tokens of all pictures, and sizes of those in some rows."""
+    tokens = np.array([seen.tokens for pictures in prompts.pictures() for seen in pictures])
+    if not len(tokens):
+        return
+    rows = np.flatnonzero(prompts.seen.lengths)[:: -(-len(tokens) // SIZES)]
+    files = (encoded for row in rows for encoded in prompts.without_pixels(int(row)).encoded.values())
+    sizes = sorted((size_of(content(encoded)) for encoded in files), key=math.prod)
+    shown = [" x ".join(map(str, sizes[math.ceil(share * (len(sizes) - 1))])) for share in SHARES]
+    counts = np.quantile(tokens, SHARES, method="higher").astype(int).tolist()
+    parts = [f"{name} {size} pixels, {count} tokens" for name, size, count in zip(RANKS, shown, counts, strict=True)]
+    summary = f"{key}: {len(tokens)} pictures in {np.count_nonzero(prompts.seen.lengths)} of {len(prompts)} prompts"
+    of_sizes = f" (sizes of {len(sizes)})" * (len(sizes) < len(tokens))
+    findings.info("data.pictures", f"{summary}{of_sizes}: {'; '.join(parts)}", keys=key)
+
+
+def check_pixels(config: PPOConfig, prompts: PromptDataset, findings: Findings) -> None:
+    """Compare the pixels of two steps with Ray's object store: those of the next are made while one trains."""
+    tokens = np.mean([sum(seen.tokens for seen in pictures) for pictures in prompts.pictures()])
+    needed = int(2 * config.data.train_batch_size * tokens * required(prompts.reader).bytes_per_token)
+    ray_init, key = config.ray_kwargs.ray_init, "data.mm_processor_kwargs"
+    store = store_bytes(ray_init, machine_resources().shared_free or 0)
+    cause = (
+        f"the pixels of two steps take an estimated {in_gib(needed)} GiB of {in_gib(store)} GiB in Ray's object store"
+    )
+    if needed < store or joins(ray_init):
+        findings.info("memory.pictures", cause)
+    else:
+        fix = f"lower the max_pixels of {key}, or set ray_kwargs.ray_init.object_store_memory={2 * needed}"
+        findings.warn("memory.pictures", cause, fix, keys=key)
 
 
 def _sampled(*datasets: PromptDataset) -> str:

@@ -376,6 +376,7 @@ function merge(data, more) {
   });
   const groups = data.groups.length;
   data.groups.push(...more.groups);
+  Object.assign(data.pictures, more.pictures);
   const added = more.samples.map((one) => ({ ...one, prompt: numbers[one.prompt], group: one.group + groups }));
   const places = new Set(added.map((one) => `${one.run} ${one.kind} ${one.step}`));
   data.samples = [...data.samples.filter((one) => !places.has(`${one.run} ${one.kind} ${one.step}`)), ...added];

@@ -1,14 +1,16 @@
 """Parts of a page. Small pieces of HTML: every text from a run is escaped by `text`. And the chosen samples as data for
 the page's script: plain JSON, with texts shortened to a budget."""
 
+import base64
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from html import escape
 from statistics import fmean, stdev
 from typing import Any
 
 from hybridrl.report.samples import Shown, grading_fault, is_number, length_of, scores_of, tokens_of
-from hybridrl.tracking.records import as_text
+from hybridrl.tracking.records import SampleRecord, as_text, content_text
 from hybridrl.tracking.secrets import mask_text
 
 CONTROLS = {number: chr(0x2400 + number) for number in range(32) if chr(number) not in "\n\t"} | {127: "\u2421"}
@@ -66,6 +68,7 @@ TEXT_BUDGET = 3_000_000  # characters of all samples together
 LEAST = 1_500  # shorter texts are never cut
 TOKENS, WITH_TOKENS = 1_500, 40  # most tokens per sample; most samples with tokens
 TOKEN_KEYS = ("log_probs", "train_log_probs", "entropies", "advantages", "sampled")
+OF_SAMPLE, OF_PAGE, PICTURE_BYTES = 4, 40, 1 << 16  # most pictures, and bytes of one
 TRUTH, RESULT = 2_000, 4_000  # characters of a ground truth, and of a result of a tool
 
 
@@ -79,6 +82,7 @@ class SamplePool:
         self.samples: list[dict[str, Any]] = []
         self._held: list[Any] = []  # references to the groups keep their ids unique
         self._with_tokens = 0
+        self._pictures: dict[str, str] = {}  # by digest, as data URI
 
     def add(self, run: int, shown: Iterable[Shown]) -> None:
         self.samples += [self._sample(run, sample) for sample in shown]
@@ -106,6 +110,7 @@ class SamplePool:
             "row": finite_number(episode.get("row")),
             "number": finite_number(episode.get("sample")),
             "why": shown.why,
+            "images": self._images(record),
             "output": record.response,
             "truth": as_text(record.truth)[:TRUTH],
             "teacher": as_text(episode.get("teacher_reads", ""))[:RESULT],
@@ -115,6 +120,16 @@ class SamplePool:
             "tokens": token_data(tokens) if tokens else None,
         }
         return {name: value for name, value in sample.items() if value not in (None, "", [], {})}
+
+    def _images(self, record: SampleRecord) -> list[str]:
+        """Return the names of a sample's pictures for which the page has a place."""
+        files = [record.folder / image["file"] for image in record.episode.get("images", ()) if image.get("file")]
+        for path in files[:OF_SAMPLE]:
+            if path.stem not in self._pictures and len(self._pictures) < OF_PAGE and path.is_file():
+                with suppress(OSError), path.open("rb") as file:
+                    data = base64.b64encode(file.read(PICTURE_BYTES)).decode()
+                    self._pictures[path.stem] = f"data:image/jpeg;base64,{data}"
+        return [path.stem for path in files[:OF_SAMPLE] if path.stem in self._pictures]
 
     def _group(self, shown: Shown) -> int:
         number = self.groups.get(id(shown.group))
@@ -144,7 +159,7 @@ class SamplePool:
         for message in contents:
             message["text"] = shortened(message["text"], limit)
         prompts = [shortened(text, limit) for text in self.prompts]
-        return {"prompts": prompts, "groups": self.group_data, "samples": self.samples}
+        return {"prompts": prompts, "groups": self.group_data, "samples": self.samples, "pictures": self._pictures}
 
 
 def limit_of(lengths: list[int]) -> int:
@@ -167,7 +182,9 @@ def message_of(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         return {"role": "", "text": as_text(message)}
     content = message.get("content")
-    fields = {"role": as_text(message.get("role", "")), "text": as_text("" if content is None else content)}
+    parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
+    shown = content_text(content) if parts else as_text("" if content is None else content)
+    fields = {"role": as_text(message.get("role", "")), "text": shown}
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         fields["reasoning"] = as_text(reasoning)[:RESULT]
     if calls := [_called(call) for call in listed(message.get("tool_calls"))]:

@@ -4,7 +4,7 @@
   if (typeof document === "undefined") return;
   const data = JSON.parse(document.getElementById("data").textContent);
   const runs = data.runs;
-  let pool = { prompts: [], groups: [], samples: [] };
+  let pool = { prompts: [], groups: [], samples: [], pictures: {} };
   const state = {
     axis: "step", amount: 0, log: false, step: null, hover: null, extra: [], filters: { step: null }, sort: "step", down: true,
     selected: null, tab: "sample", mode: "",
@@ -323,12 +323,17 @@
       (calls || []).map(([name, inside]) => pre(`→ ${name}(${inside})`)));
   }
 
+  /** The pictures of a prompt, to be shown above it. */
+  function seen(one) {
+    return (one.images || []).map((name) => el("img", { class: "seen", src: pool.pictures[name], alt: "picture of the prompt" }));
+  }
+
   function sampleTab(one) {
     const conversation = one.messages ? one.messages.map((each) => message(each.role, each.text, each.reasoning, each.calls))
       : [...splitPrompt(pool.prompts[one.prompt]).map((each) => message(each.role, each.text)), message("response", one.output || "")];
     const facts = Object.entries(one.parts || {}).map(([name, value]) => el("span", {}, el("code", {}, shown(name)), shown(typeof value === "number" ? number(value) : String(value))));
     return [
-      ...conversation,
+      ...seen(one), ...conversation,
       one.truth ? el("div", { class: "message" }, el("b", {}, "ground truth"), pre(one.truth)) : null,
       one.teacher ? el("div", { class: "message" }, el("b", {}, "its teacher reads"), pre(one.teacher)) : null,
       facts.length ? el("span", { class: "label" }, "reward components") : null, facts.length ? el("div", { class: "parts" }, facts) : null,
@@ -354,14 +359,14 @@
     const low = Math.min(...group.scores), high = Math.max(...group.scores);
     const bars = group.scores.map((score) => el("span", { "--v": high > low ? (score - low) / (high - low) : 0 }, number(score)));
     return [
-      message("prompt", pool.prompts[one.prompt]), el("span", { class: "label" }, `rewards of ${group.scores.length < group.size ? `${group.scores.length} of the` : "all"} ${group.size} responses`), el("div", { class: "scores" }, bars),
+      ...seen(one), message("prompt", pool.prompts[one.prompt]), el("span", { class: "label" }, `rewards of ${group.scores.length < group.size ? `${group.scores.length} of the` : "all"} ${group.size} responses`), el("div", { class: "scores" }, bars),
       el("div", { class: "cards" }, members.map((other, index) => card(other, other === one, `#${other.number === undefined ? index : other.number}`))),
     ];
   }
 
   function stepsTab(one, group, members, later) {
     const titleOf = (other) => `step ${other.step}${runs.length > 1 ? ` · ${runs[other.run].name}` : ""}`;
-    return [message("prompt", pool.prompts[one.prompt]), one.truth ? el("p", { class: "place" }, "ground truth: ", shown(one.truth)) : null,
+    return [...seen(one), message("prompt", pool.prompts[one.prompt]), one.truth ? el("p", { class: "place" }, "ground truth: ", shown(one.truth)) : null,
       el("div", { class: "cards down" }, later.map((other) => card(other, other === one, titleOf(other))))].filter(Boolean);
   }
 

@@ -10,6 +10,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.rule import Rule
@@ -173,7 +174,15 @@ def _place(record: SampleRecord) -> str:
 
 
 def _conversation(record: SampleRecord) -> Text:
-    return Text.assemble((record.prompt, "green"), ("\nground truth: ", "dim"), (str(record.truth), "dim"))
+    images = [f"\n{_picture(image, record.folder)}" for image in record.episode.get("images", ())]
+    truth = ("\nground truth: ", "dim"), (str(record.truth), "dim")
+    return Text.assemble((record.prompt, "green"), ("".join(images), "cyan"), *truth)
+
+
+def _picture(image: dict[str, Any], folder: Path) -> str:
+    if image.get("file") is None:
+        return f"picture {image.get('digest')}"
+    return f"{folder / image['file']}: {image['width']} x {image['height']} pixels"
 
 
 def facts(record: SampleRecord) -> str:

@@ -29,6 +29,7 @@ from hybridrl.core.training.lora import add_adapter
 from hybridrl.core.training.model import pairs
 from hybridrl.core.training.vision import VisionConfig, family_of, tower_weight
 from hybridrl.data.formats import with_objects
+from hybridrl.data.processor import PictureReader
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.runs.settings import REWARD_MODEL, TEACHERS, rank_model
@@ -162,18 +163,27 @@ def check_adapter(config: ModelConfig, key: str) -> str:
 
 
 def vision_of(section: ActorRolloutRefConfig, prompts: Sequence[PromptDataset]) -> VisionConfig | None:
-    """Return what training ranks need of the processor; None if no context has a picture."""
+    """Return the part of the processor for training ranks; None if no context has a picture."""
     readers = [data.reader for data in prompts if data.reader is not None]
-    if not readers or not section.rollout.limit_images:
-        return None
-    noise, reader = np.random.default_rng(0), readers[0]
+    return vision_with(section.model, readers[0]) if readers and section.rollout.limit_images else None
+
+
+def vision_with(model: ModelConfig, reader: PictureReader) -> VisionConfig:
+    """Return the part of the policy's processor for training ranks."""
+    noise = np.random.default_rng(0)
     blank, *sample = (
         reader.pixels(Image.fromarray(noise.integers(0, 256, (height, width, 3), dtype=np.uint8)))
         for height, width in SAMPLE_SIZES
     )
     with torch.device("meta"):
-        weight = tower_weight(from_settings(load_settings(section.model), section.model))
+        weight = tower_weight(from_settings(load_settings(model), model))
     return VisionConfig(reader.rule, blank, sample, placeholder=reader.placeholder, weight=weight)
+
+
+def picture_settings(rollout: RolloutConfig, prompts: PromptDataset) -> list[str]:
+    """Return the settings with which pictures are read; empty if no context has any."""
+    reader = prompts.reader if rollout.limit_images else None
+    return [reader.processor.image_processor.to_json_string()] if reader else []
 
 
 def check_pictures(config: PPOConfig, prompts: Sequence[PromptDataset], *, episodes: bool) -> None:

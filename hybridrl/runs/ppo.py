@@ -42,7 +42,7 @@ from hybridrl.rewards.actors import open_scorer_pool
 from hybridrl.rewards.load import uses_built_in
 from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.contexts import Contexts
-from hybridrl.runs.models import vision_of
+from hybridrl.runs.models import picture_settings, vision_of
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
 from hybridrl.runs.ranks import padded_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
@@ -86,7 +86,9 @@ class PPOJob:
         self.asynchronous_saves = config.actor_rollout_ref.actor.checkpoint.async_save
 
     def plan(self, directory: Path) -> ResumePlan:
-        self.resume = plan_resume(self.config, self.algorithm, len(self.prompts), self.order.size, directory)
+        rows, epoch = len(self.prompts), self.order.size
+        pictures = picture_settings(self.config.actor_rollout_ref.rollout, self.prompts)
+        self.resume = plan_resume(self.config, self.algorithm, rows, epoch, directory, info, *pictures)
         # At this point Ray has not started yet, and the directory, to which the reward logs, is locked for this run.
         if scored := self.inputs.scored:
             with stage("trying the reward on a few rows"):
@@ -170,6 +172,7 @@ class PPOJob:
             with_tokens=trainer.rollout_tokens,
             most=trainer.max_rollout_data_gb and trainer.max_rollout_data_gb * 1e9,
             decode=lambda ids: self.tokenizer.batch_decode([[token] for token in ids]),
+            fetch=Group.fetch,
             **({"transcript": conversations.transcript} if conversations else {}),
         )
         if self.resume.checkpoint:

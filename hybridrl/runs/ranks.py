@@ -1,18 +1,22 @@
 """Training ranks of a run: their processes, their models, and plans that fit these. Independent of rollout."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from hybridrl.config import PPOConfig
+from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.core.cluster import Group, RaySession, gather, spawn
 from hybridrl.core.cluster.group import START_LIMIT
+from hybridrl.core.pictures import PictureStore, Pixels
 from hybridrl.core.training.building import WorkerConfig
 from hybridrl.core.training.planning import UpdatePlan
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import CriticPlan, RankPlan, TrainWorkers
+from hybridrl.data.processor import picture_reader
+from hybridrl.runs.models import vision_with
+from hybridrl.runs.prepare import tokenizer_elsewhere
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
 from hybridrl.runtime.environment import worker_environment
@@ -20,15 +24,27 @@ from hybridrl.tracking.console import info
 
 
 @contextmanager
-def training_ranks(config: PPOConfig, directory: Path, logs: Path) -> Iterator[TrainWorkers]:
-    """Yield training ranks for the run in `directory`, in a separate Ray and without rollout servers."""
-    trainer, worker = config.trainer, ppo_worker_config(config, build_algorithm(config), directory, 1)
+def training_ranks(
+    config: PPOConfig, directory: Path, logs: Path, pictures: Sequence[Pixels] = ()
+) -> Iterator[TrainWorkers]:
+    """Yield training ranks for the run in `directory`, in a separate Ray and without rollout servers. Rows may have
+    these pictures."""
+    trainer, section, vision = config.trainer, config.actor_rollout_ref, None
+    if pictures:
+        reader = picture_reader(config.data, section.model, tokenizer_elsewhere(config.data, section.model))
+        if isinstance(reader, str):
+            raise ConfigError(f"the rows have pictures: {reader}", fix="restore the processor's files")
+        vision = vision_with(section.model, reader)
+    worker = ppo_worker_config(config, build_algorithm(config), directory, 1, vision)
     with closing(start_session(trainer, config.ray_kwargs.ray_init)) as session:
         group = start_train_workers(session, logs)
         build_models(group, worker, trainer.startup_timeout)
         critic = CriticPlan(config.critic, UpdatePlan.of(config.critic)) if "critic" in worker.models else None
         plan = padded_plan(group, RankPlan(worker.models, build_policy_plan(config), critic), trainer.step_timeout)
-        yield TrainWorkers(group, plan, config.actor_rollout_ref.rollout.dtype, trainer.step_timeout)
+        store = PictureStore(Group.share)
+        stored = [store.add(pixels, 0) for pixels in pictures]  # else they would be freed
+        yield TrainWorkers(group, plan, section.rollout.dtype, trainer.step_timeout, store.handles)
+        stored.clear()
 
 
 def start_train_workers(session: RaySession, logs: Path) -> Group:

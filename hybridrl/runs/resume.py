@@ -35,6 +35,7 @@ from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.cluster import OutOfMemory, WorkerDied
 from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.core.training.worker_group import TrainWorkers
+from hybridrl.data.processor import version_change
 from hybridrl.data.row_files import fingerprinted_files
 from hybridrl.health import Unhealthy
 from hybridrl.plugins import load
@@ -91,27 +92,25 @@ class ResumePlan:
 
 
 def plan_resume(
-    config: PPOConfig, algorithm: Algorithm, rows: int, epoch: int, directory: Path, say: Say = info
+    config: PPOConfig, algorithm: Algorithm, rows: int, epoch: int, directory: Path, say: Say = info, *pictures: str
 ) -> ResumePlan:
-    """Plan a reinforcement learning run over data with `rows` rows and `epoch` prompts per epoch.
-
-    Writes nothing. Raises ConfigError if a checkpoint and the configuration do not go together.
-    """
+    """Plan a run over data with `rows` rows and `epoch` prompts per epoch. `pictures` are the settings that read those
+    of rows. Writes nothing. Raises ConfigError if a checkpoint and the configuration do not go together."""
     trainer, data, section, critic = config.trainer, config.data, config.actor_rollout_ref, config.critic
     models = {key: model for key, model in run_models(config, algorithm).items() if model.lora_rank}
-    content = data_fingerprint(fingerprinted_files(data), rows, data.prompt_key, data.train_max_samples)
+    content = data_fingerprint(fingerprinted_files(data), rows, data.prompt_key, data.train_max_samples, *pictures)
     run = fingerprint(content, section.model.path, config.algorithm.adv_estimator)
     identity = Identity(content, run, {f"{key}.path": model_fingerprint(model.path) for key, model in models.items()})
 
     def from_verl(saved: Checkpoint) -> Checkpoint:
         facts = {"prompts_per_step": data.train_batch_size, "rows": epoch, "data": identity.data}
         weight = config.algorithm.kl_ctrl.kl_coef
-        return replace(
-            saved,
-            state=load("verl.checkpoint").state_from_verl(saved.step, saved.path, **facts, kl_weight=weight, log=say),
-        )
+        state = load("verl.checkpoint").state_from_verl(saved.step, saved.path, **facts, kl_weight=weight, log=say)
+        return replace(saved, state=state)
 
     saved = find_checkpoint(trainer, asdict(config), directory, identity, from_verl, say)
+    if saved and pictures and (change := version_change(saved.state.get("code", {}))):
+        say(f"warning: {saved.path}: {change}")
     trained = {"actor": section.actor.checkpoint.load_contents, "critic": critic.checkpoint.load_contents}
     saves = contents_to_save(section, critic, algorithm)
     requested = {name: trained.get(name, parts) for name, parts in saves.items()}

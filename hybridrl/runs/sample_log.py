@@ -1,7 +1,8 @@
 """Sampled episodes in files, a few of them as tables, and the batches of steps with a diagnosis."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,15 +11,27 @@ import numpy as np
 import torch
 
 from hybridrl.core.batch import Batch
-from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS
+from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, PICTURE_DIGEST
 from hybridrl.core.experience.trajectory import Episode, EpisodeKey, Trajectory
+from hybridrl.core.pictures import Picture, Pixels
 from hybridrl.required import required
 from hybridrl.tracking.console import console, sample_table, warn
-from hybridrl.tracking.records import OWN_KEY, VERL_KEYS, prompt_text, record_files, write_records
+from hybridrl.tracking.records import (
+    OWN_KEY,
+    VERL_KEYS,
+    delete_pictures,
+    picture_file,
+    prompt_text,
+    record_files,
+    write_pictures,
+    write_records,
+)
 from hybridrl.tracking.sink import SampleRow
 from hybridrl.tracking.tracker import Tracker
 
 EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are retained
+MOST_PIXELS = 1 << 28  # bytes that are retained with a batch
+PIXELS = "pixels"  # in a file of a batch, pixels/<digest>/<name of an array>
 TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # keys that every sample has itself
 WEIGHT_DIGITS = 4  # decimals of importance weights: float32 log-probs of engine and trainer differ by 1e-5
 TOKEN_VALUES = {  # name in a record -> field of a batch
@@ -39,7 +52,7 @@ class SampleLog:
     files of the oldest steps are deleted once it exceeds `most` bytes; None: no limit.
 
     For `with_tokens` training samples per step, from the least to the largest advantage, every token is written, with
-    its text from `decode`.
+    its text from `decode`. `fetch` returns the pixels of pictures from their handles.
     """
 
     def __init__(
@@ -54,10 +67,11 @@ class SampleLog:
         most: float | None = None,
         decode: DecodeAll = lambda ids: [""] * len(ids),
         transcript: Transcript = lambda _: {},
+        fetch: Callable[[Sequence[Any]], Sequence[Pixels]] = list,
     ) -> None:
         self.tracker, self.training_dir, self.validation_dir = tracker, training_dir, validation_dir
         self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
-        self.most, self.transcript = most, transcript
+        self.most, self.transcript, self.fetch = most, transcript, fetch
         self.named = False
         self.last: tuple[Batch, Sequence[Episode]] | None = None  # batch and episodes of the last step
 
@@ -77,7 +91,7 @@ class SampleLog:
     def record_diagnosis(self, step: int, *, show: bool) -> None:
         """Store the batch of the step that was just trained, and print a few of its samples if `show`."""
         batch, episodes = required(self.last)
-        self.keep(step, batch)
+        self.keep(step, batch, [picture for episode in episodes for picture in pictures_of(episode)])
         if show:
             self.show(step, episodes)
 
@@ -87,11 +101,20 @@ class SampleLog:
         shown = episodes[:: max(1, -(-len(episodes) // EXAMPLES))]
         console.print(sample_table(f"samples of step {step}", _rows(shown)))
 
-    def keep(self, step: int, batch: Batch) -> None:
-        """Write the batch of a step, for `doctor replay`; the last few are retained."""
+    def keep(self, step: int, batch: Batch, pictures: Iterable[Picture] = ()) -> None:
+        """Write the batch of a step, for `doctor replay`; the last few are retained. Its pixels are among these
+        `pictures`."""
+        read = {*batch.carried[PICTURE_DIGEST].tolist()} if PICTURE_DIGEST in batch.carried else {}
+        shown = [*{picture for picture in pictures if picture.digest in read}]
+        if (size := sum(picture.size for picture in shown)) > MOST_PIXELS:
+            limit = f"{size / 2**20:.0f} MiB of pixels, and {MOST_PIXELS >> 20} MiB are kept"
+            return warn(f"the batch of step {step} is not kept for doctor replay: its pictures have {limit}")
         try:
+            arrays = batch.__getstate__()
+            for picture, pixels in zip(shown, self.fetch([picture.pixels for picture in shown]), strict=True):
+                arrays |= {f"{PIXELS}/{picture.digest}/{name}": array for name, array in pixels.items()}
             self.replay_dir.mkdir(exist_ok=True)
-            np.savez(self.replay_dir / f"{step}.npz", allow_pickle=False, **batch.__getstate__())
+            np.savez(self.replay_dir / f"{step}.npz", allow_pickle=False, **arrays)
         except OSError as error:
             warn(f"{self.replay_dir}: {error.strerror or error}; the batch of step {step} is not kept")
         for older in replays(self.replay_dir)[:-REPLAYS]:
@@ -103,6 +126,9 @@ class SampleLog:
         path = directory / f"{step}.jsonl"
         try:
             self._name_taken(episodes)
+            shown = {picture for episode in episodes for picture in pictures_of(episode)}
+            previews = {picture_file(each.digest): each.preview.jpeg for each in shown if each.preview}
+            write_pictures(directory, previews)  # before the records: pictures older than deleted records are unused
             records = (sample_record(step, sample, trained, self.transcript(sample.trajectory)) for sample in episodes)
             write_records(path, records)
             if self.most is not None:
@@ -127,14 +153,17 @@ class SampleLog:
 
 
 def delete_oldest(directory: Path, most: float) -> None:
-    """Delete the samples of the oldest steps until the rest takes at most `most` bytes; the newest step stays."""
-    sizes = [(path, path.stat().st_size) for path in record_files(directory).values()]
-    total = sum(size for _, size in sizes)
-    for path, size in sizes[:-1]:
+    """Delete the samples of the oldest steps, with the pictures that only they have, until the other samples take at
+    most `most` bytes; the newest step stays."""
+    files = [(path, path.stat()) for path in record_files(directory).values()]
+    total, last = sum(status.st_size for _, status in files), 0
+    for path, status in files[:-1]:
         if total <= most:
-            return
+            break
         path.unlink()
-        total -= size
+        total, last = total - status.st_size, status.st_mtime_ns
+    if last:
+        delete_pictures(directory, last)
 
 
 BatchFields = Mapping[EpisodeKey, dict[str, Any]]  # fields of an episode from a step's batch
@@ -196,6 +225,17 @@ def _short(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def pictures_of(episode: Episode) -> Sequence[Picture]:
+    """Return the pictures of an episode, those of its prompt first."""
+    return *episode.prompt.pictures, *episode.trajectory.pictures
+
+
+def _image(picture: Picture) -> dict[str, Any]:
+    name, preview = picture_file(picture.digest), picture.preview
+    size = (preview.width, preview.height) if preview else (None, None)
+    return {"digest": Path(name).stem, "width": size[0], "height": size[1], "file": name if preview else None}
+
+
 def sample_record(
     step: int,
     episode: Episode,
@@ -216,6 +256,8 @@ def sample_record(
         "sampled_tokens": episode.sampled_tokens,
         "observed_tokens": sum(observed[1:]),
     }
+    if pictures := pictures_of(episode):
+        facts["images"] = [*map(_image, pictures)]
     if trained is not None:
         facts |= trained.get(episode.key, {"trained": False})
     if score.fault:
@@ -241,12 +283,16 @@ def replays(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.npz"), key=lambda path: int(path.stem))
 
 
-def read_batch(path: Path) -> Batch:
-    """Return a batch that was kept."""
-    batch = Batch.__new__(Batch)
-    with np.load(path, allow_pickle=False) as arrays:
-        batch.__setstate__(dict(arrays))
-    return batch
+def read_batch(path: Path) -> tuple[Batch, list[Pixels]]:
+    """Return a batch that was kept, and the pixels of its pictures."""
+    batch, pixels = Batch.__new__(Batch), defaultdict[str, dict[str, np.ndarray]](dict)
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    for key in [key for key in arrays if key.startswith(f"{PIXELS}/")]:
+        _, digest, name = key.split("/")
+        pixels[digest][name] = arrays.pop(key)
+    batch.__setstate__(arrays)
+    return batch, [*pixels.values()]
 
 
 def _rows(episodes: Sequence[Episode]) -> list[SampleRow]:

@@ -2,17 +2,18 @@
 `score` and `step`, every key of the reward's dict, and hybridrl's further values under `episode` (docs/samples.md).
 
 A file is written atomically: it exists with all lines, or not at all. Files of COMPRESSED bytes and more are compressed
-as `<step>.jsonl.gz`. verl's files are read too.
+as `<step>.jsonl.gz`. verl's files are read too. Pictures of prompts are next to them, `pictures/<digest>.jpg`.
 """
 
 import gzip
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,6 +24,7 @@ from hybridrl.tracking.console import warn
 COMPRESSED = 1 << 20  # bytes from which a file is compressed: files of small runs are plain
 LEVEL = 3  # level of gzip: prose takes a third; the default saves 10% more, in 2.5 times as long
 SUFFIXES = (".jsonl", ".jsonl.gz")
+PICTURES, PICTURE = "pictures", re.compile(r"pictures/[0-9a-f]{16}\.jpg")  # next to the files
 VERL_KEYS = ("input", "output", "gts", "score", "step")
 OWN_KEY = "episode"
 CONFIGURED = {"rollouts": "rollout_data_dir", "samples": "validation_data_dir"}
@@ -35,7 +37,8 @@ class SampleRecord:
     """One episode in a file, e.g. `SampleRecord("user: 2+2?", "4", "4", 1.0, 7, {"acc": True}, {"row": 3})`.
 
     `score` is a finite number, None if the grader failed; `components` are the other keys of the reward's dict, and
-    `episode` is empty in files of verl. Values of another type than the format's are left out.
+    `episode` is empty in files of verl. Values of another type than the format's are left out. Names of pictures in
+    `episode` are relative to `folder`.
     """
 
     prompt: str
@@ -45,6 +48,7 @@ class SampleRecord:
     step: int
     components: dict[str, Any]
     episode: dict[str, Any]
+    folder: Path = field(default=Path(), compare=False)
 
     @property
     def group(self) -> tuple[int, str | int]:
@@ -63,10 +67,10 @@ def prompt_text(messages: str | Sequence[Any]) -> str:
         return messages
     if not all(isinstance(message, Mapping) and {"role", "content"} <= {*message} for message in messages):
         return ""
-    return "\n".join(f"{message['role']}: {_content_text(message['content'])}" for message in messages)
+    return "\n".join(f"{message['role']}: {content_text(message['content'])}" for message in messages)
 
 
-def _content_text(content: Any) -> str:
+def content_text(content: Any) -> str:
     """Return what a message says, with `<image>` in the place of each picture."""
     if not isinstance(content, list):
         return str(content)
@@ -91,6 +95,31 @@ def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def picture_file(digest: int) -> str:
+    """Return the name of a picture's file, relative to the files that name it."""
+    return f"{PICTURES}/{digest % (1 << 64):016x}.jpg"
+
+
+def write_pictures(directory: Path, pictures: Mapping[str, bytes]) -> None:
+    """Write pictures by their names. A file that exists is marked as used now. Raises OSError."""
+    for name, data in pictures.items():
+        path = directory / name
+        try:
+            os.utime(path)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_suffix(".writing")
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+
+
+def delete_pictures(directory: Path, before: int) -> None:
+    """Delete the pictures that were last used before a time in nanoseconds."""
+    for path in directory.glob(f"{PICTURES}/*.jpg"):
+        if PICTURE.fullmatch(f"{PICTURES}/{path.name}") and path.stat().st_mtime_ns < before:
+            path.unlink()
 
 
 def record_files(directory: Path) -> dict[int, Path]:
@@ -146,7 +175,7 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
             try:
                 if not (line := lines.readline()):
                     break
-                yield _record(json.loads(line))
+                yield _record(json.loads(line), path.parent)
             except (EOFError, gzip.BadGzipFile, zlib.error):  # the rest of a compressed file
                 skipped += 1
                 break
@@ -156,7 +185,7 @@ def read_records(path: Path) -> Iterator[SampleRecord]:
         warn(f"{path}: {skipped} line{'s' * (skipped > 1)} cannot be read as a sample and skipped", "samples-lost")
 
 
-def _record(record: dict[str, Any]) -> SampleRecord:
+def _record(record: dict[str, Any], folder: Path) -> SampleRecord:
     components = {name: value for name, value in record.items() if name not in (*VERL_KEYS, OWN_KEY)}
     prompt, response, truth, score, step = map(record.get, VERL_KEYS)
     if prompt is None and response is None:
@@ -164,16 +193,27 @@ def _record(record: dict[str, Any]) -> SampleRecord:
     episode = record.get(OWN_KEY)
     checked = checked_episode(episode) if isinstance(episode, dict) else {}
     number = float(score) if _is_number(score) else None
-    return SampleRecord(as_text(prompt), as_text(response), truth, number, int(step or 0), components, checked)
+    texts = as_text(prompt), as_text(response), truth
+    return SampleRecord(*texts, number, int(step or 0), components, checked, folder)
 
 
 def checked_episode(episode: dict[str, Any]) -> dict[str, Any]:
     """Return hybridrl's values of an episode, without unusable ones, as in an edited file."""
     wrong = {name for name in NUMBERS if name in episode and not _is_number(episode[name])}
     wrong |= {name for name in ("messages", "turns") if not _is_list_of(episode.get(name, []), dict)}
+    if not (_is_list_of(images := episode.get("images", []), dict) and all(map(_is_image, images))):
+        wrong.add("images")
     if not _are_tokens(episode.get("tokens")):
         wrong.add("tokens")
     return {name: value for name, value in episode.items() if name not in wrong}
+
+
+def _is_image(image: dict[str, Any]) -> bool:
+    """Whether a picture has a file of pictures, and its size; or, as one of a tool, none of both."""
+    size, file = [image.get("width"), image.get("height")], image.get("file")
+    if file is None:
+        return size == [None, None]
+    return all(map(_is_number, size)) and PICTURE.fullmatch(as_text(file)) is not None
 
 
 def _are_tokens(tokens: Any) -> bool:

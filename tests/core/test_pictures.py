@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, brought
-from hybridrl.core.pictures import Picture, PictureStore, digest_of, expanded
+from hybridrl.core.pictures import Picture, PictureStore, digest_of, expanded, picture_metrics
 
 PIXELS = {"pixel_values": np.arange(6, dtype=np.uint8).reshape(2, 3), "image_grid_thw": np.array([[1, 1, 2]])}
 
@@ -51,3 +51,21 @@ def test_a_prompt_has_as_many_placeholders_as_each_picture_has_tokens():
 def test_a_column_of_a_row_cannot_name_pictures_that_it_does_not_have(name):
     with pytest.raises(ValueError, match=f"carried.{name} follows from the pictures of a row; leave the column out"):
         brought({f"carried.{name}": [5]})
+
+
+def test_metrics_count_a_picture_per_prompt_and_its_pixels_once():
+    """Three prompts with two, one and no picture, of 4 and 6 tokens; PIXELS are 6 bytes and a grid of 24."""
+    store = PictureStore()
+    small, large = store.add(PIXELS, 4), store.add({"pixel_values": np.zeros((100, 10), np.uint8)}, 6)
+    assert picture_metrics([(small, large), (small,), ()]) == {
+        "pictures/per_prompt": 1.0,
+        "pictures/tokens": 14 / 3,
+        "pictures/gb": (6 + 24 + 1000) / 2**30,
+    }
+    assert picture_metrics([(), ()]) == {}
+    other = store.add({"pixel_values": np.zeros((50, 10), np.uint8)}, 3)  # of an environment
+    assert picture_metrics([(small,), ()], [other, other]) == {
+        "pictures/per_prompt": 0.5,
+        "pictures/tokens": 2.0,
+        "pictures/gb": (6 + 24 + 500) / 2**30,
+    }

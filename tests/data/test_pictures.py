@@ -21,6 +21,7 @@ from hybridrl.data.pictures import (
     listed,
     located,
     placed,
+    preview,
     to_rgb,
 )
 from tests.vision_models import noise_picture
@@ -320,3 +321,23 @@ def test_no_file_is_a_crash(junk, at):
 
 def test_threads_keep_the_order():
     assert list(in_threads(lambda number: number * 2, range(100), count=3)) == list(range(0, 200, 2))
+
+
+# -- previews ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "small"),
+    [((400, 100), (192, 48)), ((40, 384), (20, 192)), ((5, 4), (5, 4)), ((3000, 1), (192, 1))],
+)
+def test_a_preview_is_a_jpeg_of_at_most_192_pixels_a_side(size, small):
+    shown = preview(Image.new("RGB", size, (200, 0, 0)))
+    assert (shown.width, shown.height) == size
+    with Image.open(BytesIO(shown.jpeg)) as picture:
+        assert picture.format == "JPEG" and picture.size == small
+        assert abs(picture.getpixel((0, 0))[0] - 200) < 8
+
+
+def test_a_comment_that_no_jpeg_can_have_costs_no_preview():
+    picture = decoded(encoded(NOISE, "GIF", comment=b"x" * 70_000))
+    assert len(preview(picture).jpeg) < 2000

@@ -24,6 +24,7 @@ from hybridrl.core.pictures import PictureStore, PixelRule, digest_of
 from hybridrl.data.pictures import decoded
 from hybridrl.data.processor import PictureReader, load_processor
 from hybridrl.data.prompts import PromptDataset, load_prompts, read_responses
+from hybridrl.required import required
 from tests.data.conftest import OPTIONS
 from tests.sections import section_of
 from tests.vision_models import noise_picture, tokenizer_that_sees
@@ -341,7 +342,8 @@ def on_disk(tmp_path, load) -> tuple[Path, PromptDataset]:
 
 def test_a_file_is_read_again_for_each_draw(on_disk):
     _, prompts = on_disk
-    assert prompts[1].fault == "" and len(prompts[1].pictures) == 1
+    (picture,) = prompts[1].pictures
+    assert prompts[1].fault == "" and required(picture.preview).width == 80 and required(picture.preview).height == 50
 
 
 def test_what_needs_no_pixels_reads_no_file(on_disk, reader):

@@ -340,3 +340,13 @@ def test_a_gpu_needs_code_for_its_architecture(capability, runs):
 def test_a_supervised_run_may_use_what_is_left_of_a_gpu():
     findings = gpu_findings(Gpu(0, "H100", 80 * GIB, 8 * GIB), utilization=0.0)
     assert [(one.severity, one.code) for one in findings] == [("info", "gpu.found"), ("warning", "gpu.held")]
+
+
+def test_a_package_that_reads_pictures_and_does_not_import_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "torchvision.py").write_text("raise ImportError('operator does not exist')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    findings = Findings()
+    check_extensions(findings, "PIL", "torchvision")
+    (broken,) = [finding for finding in findings.items if finding.code == "versions.pictures"]
+    assert broken.severity == "error" and "operator does not exist" in broken.cause
+    assert broken.fix == "pip install --force-reinstall torchvision"

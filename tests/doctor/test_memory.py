@@ -34,6 +34,7 @@ from hybridrl.doctor.memory_sizes import ModelSizes, meta_model, read_models, sy
 from hybridrl.doctor.start import choose_recomputation
 from hybridrl.required import required
 from hybridrl.runs.settings import build_policy_plan
+from tests.vision_models import write_model_that_sees
 
 GIB = 2**30
 CONFIG = {
@@ -152,6 +153,7 @@ def test_sizes_are_read_from_config_json_alone(load):
         "outside": EMBEDDING + NORM,
         "layer": LAYER,
         "largest": EMBEDDING,
+        "tower": (0, 0, 0, 0),
         **{
             "tensor": 1,
             "expert": 1,
@@ -227,6 +229,27 @@ def test_a_layout_decides_what_a_device_gathers_and_how_often_it_is_held(load, m
     # Both layers' inputs, and one layer: norms, attention, MLP, and inputs and outputs of two experts.
     token = 2 * 8 + 6 * 8 + (3 * 64 + 2 * 64 + 4 * 2 * 6 + 2 * 2 * 8) / tensor
     assert needs["activations"] == 256 * 4 * token
+
+
+def test_a_trained_tower_keeps_the_activations_of_the_pictures_in_a_micro_batch(tmp_path, load):
+    """Two layers of 32 elements inside and 48 in the middle, four patches per token; of 256 tokens in each of four
+    rows 100 are of the prompt."""
+    path = f"actor_rollout_ref.model.path={write_model_that_sees(tmp_path / 'sees')}"
+
+    def activations(images: int, *keys: str) -> float:
+        config = load(path, f"{ACTOR}.ppo_max_token_len_per_gpu=1024", *keys)
+        config.actor_rollout_ref.rollout.limit_images = images
+        return trainer_memory(run_of(config), "policy update")["activations"]
+
+    layer, tokens = 4 * (10 * 32 + 4 * 48), 1024 * 100 / 256
+    whole, every = (f"actor_rollout_ref.model.enable_gradient_checkpointing={value}" for value in ("false", "true"))
+    assert activations(1, whole) - activations(0, whole) == tokens * 4 * 2 * layer
+    small = "+data.mm_processor_kwargs.max_pixels=10240"  # ten tokens
+    assert activations(2, whole, small) - activations(0, whole) == 1024 * 20 / 256 * 4 * 2 * layer
+    assert activations(1, every) - activations(0, every) == tokens * 4 * (2 * 4 * 32 + layer)
+    assert activations(1, whole, f"{ACTOR}.freeze_vision_tower=true") == activations(0, whole)
+    adapter = (whole, "actor_rollout_ref.model.lora_rank=4")
+    assert activations(1, *adapter) == activations(0, *adapter)
 
 
 def test_what_a_layout_moves_is_reported_of_mixtures_and_divided_layers(load, model_file):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybridrl.doctor.replay import noise
+from hybridrl.doctor.replay import described, noise
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -43,3 +43,10 @@ def test_rows_that_agree_have_no_noise_and_rows_that_have_nothing_in_common_noth
 def test_a_single_row_or_a_gradient_of_zero_tells_nothing():
     assert "cannot be estimated" in noise(*measured(torch.ones(1, 1, 3)), 4, 2)
     assert "cannot be estimated" in noise(*measured(torch.zeros(1, 4, 3)), 4, 2)
+
+
+def test_rows_without_a_gradient_have_no_share_of_it(make_batch):
+    values = {name: torch.zeros(3) for name in ("old_log_probs", "rollout_log_probs", "advantages")}
+    batch = make_batch([2, 1], rewards=[0.0, 0.0], **values)
+    rows = described(batch, [0.0, 0.0], lambda ids: "")
+    assert [(row["gradient"], row["share"]) for row in rows] == [(0.0, 0.0), (0.0, 0.0)]

@@ -74,8 +74,42 @@ def test_rows_with_the_same_text_repeat_another_only_if_their_pictures_are_equal
     files, options = [str(tmp_path / "rows.jsonl")], {"max_samples": -1, "shuffle": False, "key": "data.train_files"}
     data = replace(config.data, max_prompt_length=64)
     found = check(config, load_prompts(files, data, reader.processor.tokenizer, **options, pictures=reader))
-    assert list(found) == ["data.lengths", "data.duplicates"]
+    assert list(found) == ["data.lengths", "data.pictures", "data.duplicates"]
     assert "1 prompts repeat an earlier one" in found["data.duplicates"].cause
+
+
+@pytest.fixture
+def seen(config, tmp_path) -> PromptDataset:
+    """Prompts with none, one and two pictures, of 1, 1 and 6 tokens of 32 x 32 pixels."""
+    for number, size in enumerate([(40, 30), (30, 40), (96, 64)]):
+        noise_picture(*size, number).save(tmp_path / f"{number}.png")
+    images = [[], ["0.png"], ["1.png", "2.png"]]
+    rows = [{"prompt": "<image>" * len(each), "images": each, "reward_model": {"ground_truth": "1"}} for each in images]
+    rows[0]["prompt"] = "text"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = reader_that_sees(tmp_path / "model")
+    options = {"max_samples": -1, "shuffle": False, "key": "data.train_files", "pictures": reader}
+    data = replace(config.data, max_prompt_length=64)
+    return load_prompts([str(tmp_path / "rows.jsonl")], data, reader.processor.tokenizer, **options)
+
+
+def test_sizes_and_tokens_of_pictures_are_reported(config, seen):
+    assert check(config, seen)["data.pictures"].cause == (
+        "data.train_files: 3 pictures in 2 of 3 prompts: median 30 x 40 pixels, 1 tokens; "
+        "99% 96 x 64 pixels, 6 tokens; largest 96 x 64 pixels, 6 tokens"
+    )
+
+
+@pytest.mark.parametrize(("room", "severity"), [(80_000, "info"), (60_000, "warning")])
+def test_the_pixels_of_two_steps_are_compared_with_the_object_store(config, seen, room, severity, monkeypatch):
+    """A token has 4 patches of 2 x 3 x 16 x 16 bytes. Two steps of 4 prompts have 8 x 8 / 3 tokens: 131 kB."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config.data.train_batch_size, findings = 4, Findings()
+    config.ray_kwargs.ray_init["object_store_memory"] = 2 * room
+    rows.check_pixels(config, seen, findings)
+    (finding,) = findings.items
+    assert (finding.code, finding.severity) == ("memory.pictures", severity)
+    assert ("max_pixels of data.mm_processor_kwargs" in finding.text) == (severity == "warning")
 
 
 LONG, BEYOND = ("a", "b", "c", "x" * 21), "1 of 4 prompts (25.0%) are longer than data.max_prompt_length=20 and are "

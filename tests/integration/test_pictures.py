@@ -155,6 +155,9 @@ def test_they_agree_on_the_pictures_of_environments(arguments, tmp_path, mode):
     records = [json.loads(line) for line in (tmp_path / "samples" / f"{STEPS}.jsonl").read_text().splitlines()]
     shown = [len(list(picture_parts(record["episode"]["messages"]))) for record in records]
     assert max(shown) == 4 and sum(map(bool, shown)) > len(shown) / 2
+    images = [record["episode"].get("images", ()) for record in records]
+    assert all(len(of_record) >= count for of_record, count in zip(images, shown, strict=True))
+    assert all((tmp_path / "samples" / image["file"]).is_file() for of_record in images for image in of_record)
 
 
 def test_a_killed_run_ends_as_one_that_never_was(arguments, tmp_path):

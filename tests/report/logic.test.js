@@ -161,10 +161,11 @@ test("samples are sorted, and those without a value come last both ways", () => 
 });
 
 test("samples of a step that are loaded replace those that were chosen of it", () => {
-  const data = { prompts: ["a", "b"], groups: [{}, {}, {}], samples: SAMPLES };
-  const more = { prompts: ["b", "c"], groups: [{ size: 2 }], samples: [{ run: 0, kind: "training", step: 3, prompt: 1, group: 0, why: [] }] };
+  const data = { prompts: ["a", "b"], groups: [{}, {}, {}], samples: SAMPLES, pictures: { a: "first" } };
+  const more = { pictures: { b: "second" }, prompts: ["b", "c"], groups: [{ size: 2 }], samples: [{ run: 0, kind: "training", step: 3, prompt: 1, group: 0, why: [] }] };
   const merged = logic.merge(data, more);
   assert.deepEqual(merged.prompts, ["a", "b", "c"]);
+  assert.deepEqual(merged.pictures, { a: "first", b: "second" });
   assert.deepEqual(merged.samples.map((one) => [one.step, one.kind, one.prompt, one.group]),
     [[1, "training", 0, 0], [3, "validation", 1, 2], [3, "training", 2, 3]]);
 });

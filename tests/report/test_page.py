@@ -20,6 +20,7 @@ import pytest
 
 from hybridrl.report import write_report
 from hybridrl.report.__main__ import main
+from hybridrl.report.markup import message_of
 from hybridrl.report.page import render_page
 from hybridrl.required import required
 from tests.report.synthetic import HOSTILE, conversation, hostile, verl_sample, write_metrics, write_run, write_samples
@@ -374,3 +375,35 @@ def test_the_page_replaces_regular_files_only(tmp_path, capsys):
         before = sorted(out.parent.iterdir())
         assert main([str(run), "--out", str(out)]) == 2
         assert "name a file" in capsys.readouterr().err and sorted(out.parent.iterdir()) == before
+
+
+def test_at_most_four_pictures_of_a_sample_and_forty_of_the_page_are_in_it_once(tmp_path):
+    """Each prompt has five pictures, the first of which all prompts have."""
+    data = b"\xff\xd8 a JPEG"
+
+    def seeing(step: int, position: int, *_: Any) -> dict[str, Any]:
+        names = [
+            f"{number:016x}" for number in (0, *range(100 * step + 4 * position + 1, 100 * step + 4 * position + 5))
+        ]
+        images = [{"digest": name, "width": 9, "height": 9, "file": f"pictures/{name}.jpg"} for name in names]
+        for name in names:
+            (tmp_path / "rollouts" / "pictures").mkdir(exist_ok=True, parents=True)
+            (tmp_path / "rollouts" / "pictures" / f"{name}.jpg").write_bytes(data)
+        return {"input": f"{position}?", "output": "1", "gts": "1", "score": 1.0, "step": step} | {
+            "episode": {"position": position, "images": images}
+        }
+
+    write_run(tmp_path, validate_every=0, record=seeing)
+    page = page_of(tmp_path)
+    samples, pictures = page.data["samples"]["samples"], page.data["samples"]["pictures"]
+    assert len(pictures) == 40 and max(len(one.get("images", ())) for one in samples) == 4
+    assert {*pictures.values()} == {f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"}
+    assert all(name in pictures for one in samples for name in one.get("images", ()))
+    shutil.rmtree(tmp_path / "rollouts" / "pictures")
+    assert page_of(tmp_path).data["samples"]["pictures"] == {}
+
+
+def test_a_picture_of_a_conversation_is_a_mark_in_its_text():
+    parts = [{"type": "image", "digest": 5}, {"type": "text", "text": "Now?"}]
+    assert message_of({"role": "user", "content": parts}) == {"role": "user", "text": "<image>Now?"}
+    assert message_of({"role": "user", "content": [1, 2]})["text"] == "[1, 2]"

@@ -252,3 +252,14 @@ def test_a_prompt_of_several_groups_is_shown_once(capsys: pytest.CaptureFixture,
     assert main([str(tmp_path), "--sort", order]) == 0
     output = capsys.readouterr().out
     assert (output.count("P?"), output.count("Q?"), output.count("sample 0, ")) == (1, 1, 4)
+
+
+def test_pictures_of_a_prompt_are_shown_by_file_and_size(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    name = f"pictures/{'a' * 16}.jpg"
+    images = [{"digest": "a" * 16, "width": 75, "height": 41, "file": name}, {"digest": "b" * 16}]
+    rows = [json.dumps(sample(1, 0, number, 1.0) | {"episode": {"images": images}}) + "\n" for number in range(2)]
+    (tmp_path / "1.jsonl").write_text("".join(rows))
+    assert main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert f"user: 0 + 2?\n{tmp_path / name}: 75 x 41 pixels\npicture {'b' * 16}\nground truth: 4" in text
+    assert text.count(name) == 1

@@ -9,7 +9,8 @@ import pytest
 
 from hybridrl.config import PPOConfig, load_ppo_config
 from hybridrl.core.pictures import digest_of
-from hybridrl.runs.models import vision_of
+from hybridrl.required import required
+from hybridrl.runs.models import picture_settings, vision_of
 from hybridrl.runs.prepare import prepare
 from tests.vision_models import noise_picture, write_model_that_sees
 
@@ -78,6 +79,18 @@ def test_an_engine_expects_the_most_pictures_of_a_row_and_the_largest_that_the_p
 )
 def test_what_cannot_read_them_is_named(places, more, cause):
     assert cause in str(prepare(config_of(places, *more)).rejections.errors)
+
+
+def test_settings_of_the_processor_identify_rows_with_pictures_and_no_others(places, tmp_path):
+    (tmp_path / "text.jsonl").write_text("".join(places["rows"].read_text().splitlines(keepends=True)[:1] * 3))
+
+    def settings(rows: Path | None, *more: str) -> list[str]:
+        config = config_of(places, *more, rows=rows)
+        return picture_settings(config.actor_rollout_ref.rollout, required(prepare(config).prompts))
+
+    smaller = "+data.mm_processor_kwargs.max_pixels=2048"
+    assert len(settings(None)) == len(settings(None, smaller)) == 1 and settings(None) != settings(None, smaller)
+    assert settings(tmp_path / "text.jsonl") == settings(tmp_path / "text.jsonl", smaller) == []
 
 
 def test_a_reference_that_reads_pictures_otherwise_is_named(places):

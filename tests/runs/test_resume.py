@@ -1,5 +1,7 @@
 """What the responses and scores of a step are recognised by, in a run that resumes in it."""
 
+from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from hybridrl.checkpoint.store import Checkpoint
 from hybridrl.config import ConfigError, PPOConfig, load_ppo_config
 from hybridrl.config.compose import as_yaml, save_config
+from hybridrl.runs import resume
 from hybridrl.runs.resume import Identity, ResumePlan, check_complete, plan_resume
 from hybridrl.runs.settings import build_algorithm, engine_fingerprint, score_fingerprint
 from tests.sections import keys_of_run
@@ -95,6 +98,38 @@ def test_prompts_that_fill_no_step_are_trained_or_left_out_and_said(saved, tmp_p
     found = plan_resume(config, build_algorithm(config), rows, rows, tmp_path / "run", messages.append)
     assert (found.steps, found.total_prompts) == (steps, prompts)
     assert messages == ([said] if said else [])
+
+
+NOW = {name: version(name) for name in ("pillow", "torchvision")}
+OTHER_SETTINGS = "rows, or the settings of their pictures, differ from the saved ones"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "code", "said"),
+    [
+        (["small"], ["small"], NOW, ""),
+        (["small"], ["small"], {}, ""),  # an earlier version of hybridrl did not note them
+        (["small"], ["small"], NOW | {"pillow": "1.2"}, f"pictures are read by pillow {NOW['pillow']}, not 1.2, so"),
+        ([], [], NOW | {"pillow": "1.2"}, ""),
+        (["small"], ["large"], NOW, OTHER_SETTINGS),
+        (["small"], [], NOW, OTHER_SETTINGS),
+    ],
+)
+def test_pictures_are_read_with_the_same_settings_and_other_libraries_are_named(
+    saved, tmp_path, monkeypatch, before, now, code, said
+):
+    config, messages = config_of(tmp_path, "algorithm.adv_estimator=grpo", "critic.enable=false"), []
+
+    def plan(*pictures: str) -> ResumePlan:
+        return plan_resume(config, build_algorithm(config), 8, 8, tmp_path / "run", messages.append, *pictures)
+
+    state = {"data": plan(*before).identity.data, "prompts": 4, "code": code}
+    monkeypatch.setattr(resume, "select_checkpoint", lambda *_: Checkpoint(1, tmp_path / "global_step_1", state))
+    monkeypatch.setattr(resume, "contents_to_load", lambda *_: {})
+    with pytest.raises(ConfigError, match=OTHER_SETTINGS) if said == OTHER_SETTINGS else nullcontext():
+        plan(*now)
+    warned = [message for message in messages if "are read by" in message]
+    assert [said in message for message in warned] == ([True] if said and said != OTHER_SETTINGS else [])
 
 
 def test_with_dynamic_sampling_all_prompts_may_be_drawn(saved, tmp_path):

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ import pytest
 import torch
 
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
+from hybridrl.core.pictures import Picture, PictureStore, Preview, digest_of
 from hybridrl.data.prompts import Prompt
 from hybridrl.required import required
 from hybridrl.rewards.score import Score
+from hybridrl.runs import sample_log
 from hybridrl.runs.sample_log import SampleLog, read_batch, replays, sample_record, trained_fields
 from hybridrl.tracking import SampleRow
 from hybridrl.tracking.records import read_records
@@ -248,7 +252,8 @@ def test_the_batches_of_the_last_few_diagnoses_are_kept(tracker, tmp_path, make_
     for step in (8, 9, 10, 11):
         log.keep(step, batch)
     assert [path.stem for path in replays(tmp_path / "replay")] == ["9", "10", "11"]
-    kept = read_batch(tmp_path / "replay" / "11.npz")
+    kept, pixels = read_batch(tmp_path / "replay" / "11.npz")
+    assert pixels == []
     assert required(kept.rewards).tolist() == [0.0, 1.0] and kept.response_ids.tolist() == batch.response_ids.tolist()
     assert kept.values is None
 
@@ -273,3 +278,69 @@ def test_the_samples_of_the_oldest_steps_are_deleted_beyond_the_bound(tracker, b
     assert {path.name for path in (tmp_path / "t").iterdir()} == {"notes.jsonl", "10.jsonl", "11.jsonl"}
     log(1).training_samples(12, [RIGHT], batch)
     assert {path.name for path in (tmp_path / "t").iterdir()} == {"notes.jsonl", "12.jsonl"}, "the newest stays"
+
+
+def seeing(*digests: int, jpeg: bytes = b"jpeg") -> Episode:
+    """A sample whose prompt has pictures of 64 x 48 pixels."""
+    pictures = tuple(Picture(digest, 6, None, Preview(64, 48, jpeg)) for digest in digests)
+    return replace(RIGHT, prompt=replace(RIGHT.prompt, pictures=pictures))
+
+
+def test_a_record_names_the_pictures_of_its_prompt_by_the_16_digits_of_their_digests():
+    tool = Picture(10, 6, None)
+    episode = replace(RIGHT, prompt=replace(RIGHT.prompt, pictures=(*seeing(-1).prompt.pictures, tool)))
+    assert sample_record(7, episode)["episode"]["images"] == [
+        {"digest": "f" * 16, "width": 64, "height": 48, "file": f"pictures/{'f' * 16}.jpg"},
+        {"digest": "000000000000000a", "width": None, "height": None, "file": None},
+    ]
+
+
+def test_a_picture_is_written_once_and_deleted_with_the_last_samples_that_have_it(tracker, batch, tmp_path):
+    def log(most: float | None, *digests: int, step: int, jpeg: bytes = b"jpeg") -> None:
+        """Write a step; ten seconds lie between it and the next one."""
+        sample = seeing(*digests, jpeg=jpeg)
+        log_of(tracker, training_dir=str(tmp_path), most=most).training_samples(step, [sample], batch)
+        for path in tmp_path.rglob("*.*"):
+            written = path.stat().st_mtime - 10 + (path.name == f"{step}.jsonl")
+            os.utime(path, (written, written))
+
+    log(None, 1, 2, step=8)
+    (tmp_path / "pictures" / "holiday.jpg").write_bytes(b"of the user")
+    log(None, 2, 3, step=9, jpeg=b"another")
+    assert (tmp_path / "pictures" / f"{2:016x}.jpg").read_bytes() == b"jpeg"
+    log(2.5 * (tmp_path / "9.jsonl").stat().st_size, 3, 4, step=10)
+    assert {path.name for path in tmp_path.glob("*.jsonl")} == {"9.jsonl", "10.jsonl"}
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {"holiday.jpg", *(f"{digest:016x}.jpg" for digest in (2, 3, 4))}
+
+
+def test_a_batch_is_kept_with_the_pixels_of_its_pictures_or_the_reason_is_said(
+    tracker, make_batch, tmp_path, monkeypatch, capsys
+):
+    """Of three pictures, of 600 bytes each, the batch has two, one of them twice."""
+    stored = []
+    store = PictureStore(lambda pixels: stored.append(pixels) or len(stored))
+    first, second, other = (store.add({"pixel_values": np.full((20, 30), number, np.uint8)}, 1) for number in range(3))
+    log = log_of(tracker, replay_dir=tmp_path, fetch=lambda numbers: [stored[number - 1] for number in numbers])
+    digests = {PICTURE_DIGEST: torch.tensor([first.digest, second.digest, first.digest])}
+    batch = make_batch([2, 1], rewards=[0.0, 1.0])
+    batch.carried = {PICTURES: torch.tensor([2, 1]), PICTURE_START: torch.zeros(3, dtype=torch.int32)} | digests
+    log.last = batch, [replace(RIGHT, prompt=replace(RIGHT.prompt, pictures=(first, second, other, first)))]
+    monkeypatch.setattr(sample_log, "MOST_PIXELS", 1200)
+    log.record_diagnosis(4, show=False)
+    kept, pixels = read_batch(tmp_path / "4.npz")
+    assert kept.carried[PICTURE_DIGEST].tolist() == [first.digest, second.digest, first.digest]
+    assert {*map(digest_of, pixels)} == {first.digest, second.digest} and len(pixels) == 2
+    monkeypatch.setattr(sample_log, "MOST_PIXELS", 1199)
+    log.record_diagnosis(5, show=False)
+    assert replays(tmp_path) == [tmp_path / "4.npz"]
+    assert (
+        "the batch of step 5 is not kept for doctor replay: its pictures have 0 MiB of pixels"
+        in capsys.readouterr().out
+    )
+
+
+def test_pictures_that_cannot_be_written_cost_no_step(tracker, batch, tmp_path, capsys):
+    (tmp_path / "pictures").write_text("a file in the place of the directory")
+    log_of(tracker, training_dir=str(tmp_path)).training_samples(3, [seeing(1)], batch)
+    assert "3.jsonl could not be written" in capsys.readouterr().out

@@ -69,3 +69,26 @@ def test_what_is_left_of_a_compressed_file_that_was_cut_short_is_read(tmp_path, 
     file.write_bytes(b"no gzip file")
     assert list(read_records(file)) == []
     assert "cannot be read as a sample" in capsys.readouterr().out
+
+
+IMAGE = {"digest": "f" * 16, "width": 64, "height": 48, "file": f"pictures/{'f' * 16}.jpg"}
+
+
+@pytest.mark.parametrize(
+    ("images", "kept"),
+    [
+        ([IMAGE, {"digest": "a", "width": None, "height": None, "file": None}], True),
+        ([IMAGE | {"file": "pictures/../../secret.jpg"}], False),
+        ([IMAGE | {"file": f"{IMAGE['file']}\n"}], False),
+        ([IMAGE | {"file": "/etc/passwd"}], False),
+        ([IMAGE | {"file": 7}], False),
+        ([IMAGE | {"width": "wide"}], False),
+        ([IMAGE | {"file": None}], False),
+        (["text"], False),
+        (IMAGE, False),
+    ],
+)
+def test_no_other_file_than_a_picture_next_to_it_is_read_for_a_sample(tmp_path, images, kept):
+    write_records(tmp_path / "1.jsonl", [VERL | {"episode": {"row": 3, "images": images}}])
+    (record,) = read_records(tmp_path / "1.jsonl")
+    assert record.episode == {"row": 3} | ({"images": images} if kept else {}) and record.folder == tmp_path

@@ -199,7 +199,7 @@ class SampledTurns:
 
 def _pictures(prompt: Prompt, row: EpisodeRow, settings: EpisodeSettings) -> tuple[list[Picture], list[Encoded]]:
     """Return the names of a prompt's pictures; and how the row has them, for an agent that sends messages itself."""
-    named = [replace(picture, pixels=None) for picture in prompt.pictures]
+    named = [replace(picture, pixels=None, preview=None) for picture in prompt.pictures]
     return named, [*prompt.encoded.values()] if runs_function(row, settings.environments) else []
 
 

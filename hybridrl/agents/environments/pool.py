@@ -205,7 +205,7 @@ class EpisodeDispatch(Dispatcher[RunningEpisode, WorkerLane]):
             if ticket == CHECK:
                 self._keep(self._check(lane))
             elif isinstance(result, list):
-                stored = [self.store.add(picture.pixels, picture.tokens) for picture in result]
+                stored = [self.store.add(each.pixels, each.tokens, each.preview) for each in result]
                 lane.jobs[ticket].pictures |= {picture.digest: picture for picture in stored}
             elif isinstance(result, Request):
                 lane.jobs[ticket].asked = result

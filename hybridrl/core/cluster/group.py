@@ -75,6 +75,12 @@ class Group:
         with typed_errors("sharing the rows of a call"):
             return ray.put(value)
 
+    @staticmethod
+    def fetch(shared: Sequence[Pending]) -> list[Any]:
+        """Return values that were shared."""
+        with typed_errors("fetching shared values"):
+            return ray.get([*shared])
+
     def start(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Pending]:
         """Make the same call on every actor without waiting."""
         return self.start_each(method, [args] * len(self), **kwargs)

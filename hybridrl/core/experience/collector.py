@@ -14,6 +14,7 @@ from hybridrl.core.experience.batching import Draws, GroupFilter, group_by_promp
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.experience.trajectory import Episode
+from hybridrl.core.pictures import picture_metrics
 from hybridrl.core.rollout import Sampling
 from hybridrl.data.order import Order
 from hybridrl.data.prompts import PromptDataset
@@ -152,6 +153,9 @@ class Experience(ABC):
         groups, of_contexts = self.contexts(groups) if self.contexts else (groups, {})
         batch = to_batch(groups, self.plan.reward_keys, greedy=greedy, mask_truncated=mask_truncated, version=version)
         metrics = self.guard.check(scores) | component_means(scores) | self.runner.metrics(episodes) | of_contexts
+        of_prompts = {episode.position: episode.prompt.pictures for episode in episodes}
+        further = (picture for episode in episodes for picture in episode.trajectory.pictures)
+        metrics |= picture_metrics([*of_prompts.values()], further)
         if mask_truncated:
             truncated = required(batch.by_episode().truncated)
             if truncated.all():

@@ -252,7 +252,7 @@ class TrainWorkers:
         parts = [(*part, loss, step) for part in parts]
         results = self._scatter(TrainWorker.update_policy, parts, shares, batch, "actor")
         metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
-        metrics |= kl_of_teachers(metrics)
+        metrics |= kl_of_teachers(metrics) | _computed_share(batch, shares)
         if not loss.old_from_update:
             return metrics, []
         columns = [columns for _, columns in results]
@@ -382,3 +382,13 @@ def _with_outputs(batch: Batch, fields: Sequence[str], outputs: Outputs, rows: T
     for name, values in zip(fields, outputs, strict=False):
         batch = batch.put(name, values, rows)
     return batch
+
+
+def _computed_share(batch: Batch, shares: Sequence[MicroBatches]) -> Metrics:
+    """Return how many pictures towers compute, those of each micro-batch once, over the pictures in rows."""
+    if PICTURES not in batch.carried:
+        return {}
+    of_rows = batch.carried[PICTURE_DIGEST].split(batch.carried[PICTURES].tolist())
+    read = [torch.cat([of_rows[row] for row in rows]) for share in shares for rows in share if rows]
+    total = sum(map(len, read))
+    return {"pictures/computed_share": sum(len(digests.unique()) for digests in read) / total} if total else {}

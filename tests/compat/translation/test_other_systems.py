@@ -147,6 +147,27 @@ def test_skyrl_s_routing_replay_is_that_of_the_actor(key):
         assert config.actor_rollout_ref.actor.router_replay.mode == mode
 
 
+@pytest.mark.parametrize(
+    ("settings", "value", "errors"),
+    [
+        ('{"vision_config": {}, "max_position_embeddings": 4096}', "true", 0),
+        ('{"max_position_embeddings": 4096}', "true", 1),
+        ('{"max_position_embeddings": 4096}', "false", 0),
+        (None, "true", 0),  # a model of the hub
+    ],
+)
+def test_skyrl_s_generator_of_pictures_needs_a_model_that_sees(tmp_path, settings, value, errors):
+    model = "a/b"
+    if settings:
+        (tmp_path / "config.json").write_text(settings)
+        (tmp_path / "model.safetensors").touch()
+        model = tmp_path
+    words = [f"trainer.policy.model.path={model}", f"generator.vision_language_generator={value}"]
+    texts = [finding.text for finding in resolved(*words, system="SkyRL").findings.errors]
+    said = "generator.vision_language_generator=true: the model reads no pictures; set false, or name one that does"
+    assert texts == [said] * errors
+
+
 def test_areal_s_critic_is_divided_as_its_backend_says():
     config = accepted("actor.backend=megatron:d4t2", "critic.backend=megatron:d2t4e2c1", system="AReaL")
     actor, critic = config.actor_rollout_ref.actor.fsdp_config, config.critic.fsdp

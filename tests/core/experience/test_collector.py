@@ -714,4 +714,6 @@ def test_a_step_reports_how_long_it_waited_for_pictures():
     experience = build([GOOD] * 2)
     assert "timing_s/pictures" not in collect(experience).metrics
     experience.prompts = [replace(prompt, pictures=(Picture(1, 1, {}),)) for prompt in experience.prompts]
-    assert 0 <= collect(experience).metrics["timing_s/pictures"] < 1
+    metrics = collect(experience).metrics
+    assert 0 <= metrics["timing_s/pictures"] < 1
+    assert metrics["pictures/per_prompt"] == 1.0

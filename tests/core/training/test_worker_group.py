@@ -10,6 +10,7 @@ import torch
 from hybridrl.core.algorithms.algorithm import Signal, loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
+from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
@@ -76,6 +77,23 @@ def test_metrics_are_means_over_updates_and_the_learning_rate_is_the_last_one(ma
     metrics, _ = workers.update_mini_batches(batch, [[0], [1]], workers.policy.loss, step=1)
     assert metrics["actor/pg_loss"] == 3.0
     assert metrics["actor/lr"] == 0.5e-3
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1000, 3 / 4), (1, 4 / 4)])
+def test_the_share_of_pictures_that_towers_compute_is_known_from_the_micro_batches(make_batch, tokens, share):
+    """Two ranks train on one mini-batch. Rows 0 and 1 have the picture 5 and, being the shortest, come to one rank;
+    row 2, as long as both, has the pictures 6 and 7 and comes to the other."""
+    batch = make_batch([2, 2, 6], old_log_probs=torch.zeros(10))
+    counts = {PICTURES: torch.tensor([1, 1, 2]), PICTURE_DIGEST: torch.tensor([5, 5, 6, 7])}
+    seeing = replace(batch, carried={**counts, PICTURE_START: torch.zeros(4, dtype=torch.int32)})
+    workers = workers_of(Ranks(([{}], None), ([{}], None)))
+    workers.handles = lambda digests: {}
+    workers.group.broadcast = lambda *_, **__: None
+    budget = replace(BUDGET, tokens=tokens)
+    workers.policy = replace(workers.policy, updates=replace(workers.policy.updates, budget=budget))
+    for rows, expected in ((seeing, {"pictures/computed_share": share}), (batch, {})):
+        metrics, _ = workers.update_mini_batches(rows, [[0, 1, 2]], workers.policy.loss, step=1)
+        assert {name: value for name, value in metrics.items() if name.startswith("pictures")} == expected
 
 
 def test_a_signal_fills_its_rows_and_the_others_keep_their_values(make_batch):
