@@ -10,11 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 from hybridrl.agents.endpoint.serve import prepare, read_arguments
 from hybridrl.config import ConfigError
 from hybridrl.config.compose import as_override
+from hybridrl.data.pictures import PictureFault, content, decoded
 from hybridrl.evaluation.targets import find_targets
 from hybridrl.runtime import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REJECTED
 from hybridrl.runtime.guard import FORWARDED, ended_by_closed_pipe, guarded
@@ -39,6 +41,7 @@ def main(argv: list[str] | None = None, log: IO[str] | None = None) -> int:
     add("--max-tokens", metavar="N", help="the longest response (512)")
     add("--temperature", metavar="T", help="0 for the likeliest tokens (1.0)")
     add("--system", metavar="TEXT", help="the system message")
+    add("--image", metavar="FILE", action="append", default=[], help="a picture of the first message; may be repeated")
     options = parser.parse_intermixed_args(argv)
     log = log or new_log()
     try:
@@ -90,9 +93,9 @@ def quiet_stage(name: str, log: IO[str]) -> Iterator[None]:
 
 def run(options: argparse.Namespace, log: IO[str]) -> int:
     """Start the engine, then respond to the prompt, or to each line of the input; return the exit status."""
-    target = find_targets([options.model], key=NAME)[-1]
+    target, images = find_targets([options.model], key=NAME)[-1], [*map(read_image, options.image)]
     values = {"model.path": target.path, "rollout.max_num_seqs": 1, "rollout.temperature": options.temperature}
-    values["rollout.response_length"] = options.max_tokens
+    values |= {"rollout.response_length": options.max_tokens, "rollout.limit_images": None if images else 0}
     keys = [f"{key}={as_override(value)}" for key, value in values.items() if value is not None]
     own, section = read_arguments([*keys, *options.keys])
     with asyncio.Runner() as runner:
@@ -105,7 +108,7 @@ def run(options: argparse.Namespace, log: IO[str]) -> int:
             from hybridrl.agents.endpoint.local import TerminalChat, make_kit, start
 
             kit = make_kit(section.model, section.rollout)
-            chat = TerminalChat(kit, section.rollout.response_length, options.system)
+            chat = TerminalChat(kit, section.rollout.response_length, options.system, images)
             chat.messages_with(options.prompt or "a")  # rejects a prompt that is too long
             policy = runner.run(start(entry, section.model, section.rollout, device, kit, schemas=False))
 
@@ -119,6 +122,15 @@ def run(options: argparse.Namespace, log: IO[str]) -> int:
             return converse(respond, chat.reset)
         respond(options.prompt)
         return 0
+
+
+def read_image(file: str) -> bytes:
+    """Return the bytes of a picture's file. Raises ConfigError."""
+    try:
+        decoded(data := content(Path(file).expanduser()))
+    except PictureFault as fault:
+        raise ConfigError(f"--image {file}: {fault}", fix="name a file of PNG, JPEG, WebP, GIF or BMP") from fault
+    return data
 
 
 def _show(text: str) -> None:

@@ -125,13 +125,36 @@ def located(form: Any, folder: Path) -> Encoded:
     return _of_text(str(form), folder)
 
 
+def of_data_url(text: str) -> bytes:
+    """Return the bytes of a picture's file. Raises PictureFault."""
+    head, _, body = text.partition(",")
+    data = attempt(partial(base64.b64decode, body, validate=True))
+    if not re.fullmatch(r"data:image/[\w.+-]+;base64", head, re.IGNORECASE) or isinstance(data, Exception):
+        raise PictureFault(f"not data:image/...;base64,... but {text[:60]!r:.60}")
+    return data
+
+
+def with_data_urls(messages: Sequence[Message], pictures: Iterable[Encoded]) -> list[Message]:
+    """Return the messages of a row in OpenAI's form, with each picture as a data URL. Raises PictureFault."""
+    rest, changed = iter(pictures), []
+    for message in messages:
+        if isinstance(parts := message.get("content"), list):
+            urls = {number: _data_url(next(rest)) for number, part in enumerate(parts) if part.get("type") in PARTS}
+            shown = {number: {"type": "image_url", "image_url": {"url": url}} for number, url in urls.items()}
+            message = {**message, "content": [shown.get(number, part) for number, part in enumerate(parts)]}
+        changed.append(message)
+    return changed
+
+
+def _data_url(encoded: Encoded) -> str:
+    data = content(encoded)
+    kind = _checked(lambda: Image.open(BytesIO(data), formats=FORMATS).format)
+    return f"data:image/{str(kind).lower()};base64,{base64.b64encode(data).decode()}"
+
+
 def _of_text(text: str, folder: Path) -> Encoded:
     if text[:5].lower() == "data:":
-        head, _, body = text.partition(",")
-        data = attempt(partial(base64.b64decode, body, validate=True))
-        if not re.fullmatch(r"data:image/[\w.+-]+;base64", head, re.IGNORECASE) or isinstance(data, Exception):
-            raise PictureFault(f"not data:image/...;base64,... but {text!r:.60}")
-        return data
+        return of_data_url(text)
     scheme = urlsplit(text).scheme.lower() if "://" in text[:16] else ""
     if scheme not in ("", "file"):
         fix = "download it, and name the file"

@@ -48,10 +48,15 @@ class Seen(NamedTuple):
 
 
 def load_processor(
-    model_path: str, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], *, trusted: bool = False
+    model_path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: Mapping[str, Any],
+    *,
+    trusted: bool = False,
+    key: str = KEY,
 ) -> Any:
     """Return the processor of a model that sees, with this tokenizer; None if the model reads no pictures. `arguments`
-    are those of its image processor. Raises ConfigError."""
+    are those of its image processor, from `key`. Raises ConfigError."""
     place = resolve_model(model_path)
     options = {"trust_remote_code": trusted, "local_files_only": place.is_dir()}
     settings = attempt(partial(AutoConfig.from_pretrained, str(place), **options))
@@ -65,13 +70,13 @@ def load_processor(
     names = [name for name in get_type_hints(processor.image_processor.valid_kwargs) if name not in FIXED]
     for name in arguments:
         if name in FIXED:
-            raise ConfigError(f"{KEY}.{name}: the model or the run fixes it", fix="leave it out", keys=KEY)
+            raise ConfigError(f"{key}.{name}: the model or the run fixes it", fix="leave it out", keys=key)
         if name not in names:
             fix = f"did you mean {' or '.join(nearest(name, names)) or ', '.join(sorted(names))}?"
-            raise ConfigError(f"{KEY}.{name}: {type(processor.image_processor).__name__} takes no {name}", fix=fix)
+            raise ConfigError(f"{key}.{name}: {type(processor.image_processor).__name__} takes no {name}", fix=fix)
     changed = attempt(partial(read, **arguments)) if arguments else processor
     if isinstance(changed, Exception):
-        raise ConfigError(f"{KEY}={dict(arguments)}: the processor rejects it: {changed}", keys=KEY) from changed
+        raise ConfigError(f"{key}={dict(arguments)}: the processor rejects it: {changed}", keys=key) from changed
     return changed
 
 

@@ -21,11 +21,11 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl.config.compose import as_section
 from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import DataConfig
-from hybridrl.core.carried import TEACHER
-from hybridrl.core.pictures import expanded
+from hybridrl.core.carried import PICTURE_DIGEST, TEACHER
+from hybridrl.core.pictures import digest_of, expanded
 from hybridrl.data.custom_dataset import custom_rows
 from hybridrl.data.formats import EPISODE_FIELDS, VERL, to_verl_format, with_objects
-from hybridrl.data.pictures import PictureFault, in_threads
+from hybridrl.data.pictures import Encoded, PictureFault, T, content, decoded, in_threads
 from hybridrl.data.processor import BLIND, THREADS, PictureReader, Seen
 from hybridrl.data.prompt import Prompt, parse_row
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
@@ -272,11 +272,22 @@ def read_prompts(
     files: list[str], config: DataConfig, *, max_samples: int, shuffle: bool, key: str, needs_truth: bool = True
 ) -> Prompts:
     """Read and check the rows of `files` without token ids, for callers such as an endpoint. The options are those of
-    `load_prompts`. Raises ConfigError that lists all bad rows together."""
+    `load_prompts`. Pictures are known by digests of their files. Raises ConfigError that lists all bad rows together.
+    """
     faults = Faults(key)
     rows = load_rows(files, faults, key=key, max_samples=max_samples, shuffle=shuffle, seed=config.seed or 0)
-    parse = partial(parse_row, config=config, needs_truth=needs_truth, blind="only text is sent to an address")
-    return Prompts(prompt for _, prompt, _ in _parsed(rows, parse, faults))
+    parse = partial(parse_row, config=config, needs_truth=needs_truth, sees=True)
+    return Prompts(_with_digests(prompt, seen) for _, prompt, seen in _parsed(rows, parse, faults, _file_digest))
+
+
+def _file_digest(encoded: Encoded) -> int:
+    """Decode a picture, for its faults, and return the digest of its file."""
+    decoded(data := content(encoded))
+    return digest_of({"file": np.frombuffer(data, np.uint8)})
+
+
+def _with_digests(prompt: Prompt, digests: Sequence[int]) -> Prompt:
+    return replace(prompt, carried={**prompt.carried, PICTURE_DIGEST: np.array(digests)}) if digests else prompt
 
 
 def read_responses(
@@ -305,20 +316,21 @@ def _parsed(
     rows: Iterable[DataRow],
     parse: Callable[[DataRow], Prompt | list[str]],
     faults: Faults,
-    reader: PictureReader | None = None,
-) -> Iterator[tuple[DataRow, Prompt, list[Seen]]]:
-    """Yield the rows that are prompts, with their pictures; raise ConfigError with all faults at the end."""
+    see: Callable[[Encoded], T] | None,
+) -> Iterator[tuple[DataRow, Prompt, list[T]]]:
+    """Yield the rows that are prompts, and the results of `see` for their pictures; raise ConfigError with all faults
+    at the end."""
 
-    def look(row: DataRow) -> tuple[DataRow, Prompt | list[str], list[Seen]]:
+    def look(row: DataRow) -> tuple[DataRow, Prompt | list[str], list[T]]:
         prompt, seen, unread = parse(row), [], []
         for place, encoded in prompt.encoded.items() if isinstance(prompt, Prompt) else ():
             try:
-                seen.append(required(reader).seen(encoded))
+                seen.append(required(see)(encoded))
             except PictureFault as fault:
                 unread.append(f"{place}: {fault}")
         return row, unread or prompt, seen
 
-    for row, prompt, seen in in_threads(look, rows) if reader else map(look, rows):
+    for row, prompt, seen in in_threads(look, rows) if see else map(look, rows):
         if isinstance(prompt, Prompt):
             yield row, prompt, seen
         else:
@@ -348,7 +360,7 @@ def _check(
     formats, roles, template = Counter[str](), Counter[str](), str(tokenizer.chat_template or "")
     sources, environments, fields, pictures = set[str](), set[str](), set[str](), TokenRows()
     chats = with_tools = as_text = own_arguments = no_truth = 0
-    for row, prompt, seen in _parsed(with_progress(rows, len(rows), "checking"), parse, faults, reader):
+    for row, prompt, seen in _parsed(with_progress(rows, len(rows), "checking"), parse, faults, reader and reader.seen):
         pictures.append([*chain.from_iterable(seen)])
         formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
         sources.add(prompt.data_source)

@@ -20,6 +20,7 @@ from hybridrl.checkpoint.resume import sample_hash
 from hybridrl.config import ConfigError
 from hybridrl.config.schema_parts import RewardConfig
 from hybridrl.core.experience.trajectory import Episode
+from hybridrl.data.pictures import PictureFault, with_data_urls
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.template_arguments import row_arguments
 from hybridrl.data.tokenizer import Chat, as_chat
@@ -247,8 +248,12 @@ async def sample_remotely(
     async def work() -> None:
         for planned in items:
             prompt = planned.question.prompt
-            chat = Chat(as_chat(prompt.messages), prompt.tools, {**arguments, **row_arguments(prompt.columns, None)})
-            sample = await endpoint.sample(client, chat, planned)
+            template = {**arguments, **row_arguments(prompt.columns, None)}
+            try:
+                messages = with_data_urls(as_chat(prompt.messages), prompt.encoded.values())
+                sample = await endpoint.sample(client, Chat(messages, prompt.tools, template), planned)
+            except PictureFault as fault:
+                sample = _fault(blank_sample(planned), "picture", fault)
             sample = replace(sample, seconds=round(time.monotonic() - began, 3))
             ended[unit(planned)].append((planned, sample))
             if len(ended[unit(planned)]) == sizes[unit(planned)]:

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from hybridrl.config import ConfigError, PPOConfig
-from hybridrl.config.checks.engine import why_no_pictures
+from hybridrl.config.checks.engine import EPISODE_PICTURES, why_no_pictures
 from hybridrl.config.custom_code import attempt
 from hybridrl.config.files import adapter_settings, resolve_model
 from hybridrl.config.findings import Findings
@@ -34,7 +34,6 @@ from hybridrl.data.prompts import PromptDataset
 from hybridrl.data.tokenizer import read_tokenizer
 from hybridrl.runs.settings import REWARD_MODEL, TEACHERS, rank_model
 
-EPISODE_PICTURES = 16  # the most in a context of several turns, unless it is set
 SAMPLE_SIZES = ((28, 28), (60, 40), (64, 96))  # heights and widths: a blank picture, and two that check models
 POLICY, CRITIC = "actor_rollout_ref.model", "critic.model"
 SCORER = "reward.reward_model"

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import CallerScorer
 from hybridrl.tracking.faults import FAULT_KINDS
 from tests.scripts import run_script
+from tests.vision_models import noise_picture
 
 NULL = {"style": "model", "ground_truth": None}
 MAKE_DATA = Path(__file__).parents[2] / "recipes" / "quickstart" / "make_data.py"
@@ -252,11 +254,13 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(body)
-        if (text := self.replies.get(body["messages"][-1]["content"])) is not None:
+        asked = body["messages"][-1]["content"]
+        asked = asked if isinstance(asked, str) else asked[-1]["text"]
+        if (text := self.replies.get(asked)) is not None:
             return self.answer(text)
-        if body["messages"][-1]["content"] == "3":
+        if asked == "3":
             return self.answer({"error": {"message": "too hot"}}, 400)
-        message = {"role": "assistant", "content": body["messages"][-1]["content"], "reasoning_content": "hm"}
+        message = {"role": "assistant", "content": asked, "reasoning_content": "hm"}
         choice = {"index": 0, "message": message, "finish_reason": "length"}
         usage = {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
         self.answer(
@@ -331,6 +335,30 @@ def test_an_address_gets_the_arguments_of_the_chat_template_and_the_tools_of_its
     write_rows(tmp_path / "rows.jsonl", *rows[:2])
     more = asked("data.apply_chat_template_kwargs={enable_thinking: false}")  # another policy: nothing is stored
     assert more == {"0": (quiet, None, None), "1": ({"enable_thinking": True}, None, None)}
+
+
+def test_an_address_gets_the_pictures_of_rows_as_data_urls_and_each_is_asked_once(place, tmp_path, address, capsys):
+    for seed in range(2):
+        noise_picture(20, 10, seed).save(tmp_path / f"{seed}.png")
+    rows = [row("1", [{"role": "user", "content": "<image>1"}], images=[f"{seed}.png"]) for seed in (0, 1, 0)]
+    write_rows(file := tmp_path / "rows.jsonl", *rows, row("2", [{"role": "user", "content": "<image>2"}]))
+    assert ask(place, address, "eval.n=1", files=file) == 0
+    urls = [
+        f"data:image/png;base64,{base64.b64encode((tmp_path / f'{seed}.png').read_bytes()).decode()}" for seed in (0, 1)
+    ]
+    shown = [[{"type": "image_url", "image_url": {"url": one}}, {"type": "text", "text": "1"}] for one in urls]
+    asked = [one["messages"] for one in Server.requests]
+    expected = [*([{"role": "user", "content": parts}] for parts in (*shown, shown[0]))]
+    assert sorted(asked, key=str) == sorted([*expected, [{"role": "user", "content": "<image>2"}]], key=str)
+    assert len({one["seed"] for one in Server.requests}) == 4
+    Server.requests.clear()
+    write_rows(file, rows[1], rows[0])  # other numbers of rows, and the same pictures
+    assert ask(place, address, "eval.n=1", files=file) == 0 and not Server.requests
+    noise_picture(20, 10, 7).save(tmp_path / "1.png")
+    assert ask(place, address, "eval.n=1", files=file) == 0 and len(Server.requests) == 1
+    write_rows(file, *rows[:1], row("1", [{"role": "user", "content": "<image>1"}], images=["rows.jsonl"]))
+    assert ask(place, address, "eval.n=1", files=file) == 2
+    assert "images[0]: not a picture of PNG, JPEG, WebP, GIF or BMP" in capsys.readouterr().err
 
 
 def test_rows_of_several_turns_at_an_address_are_rejected(place, tmp_path, address, capsys):

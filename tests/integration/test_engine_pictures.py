@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hybridrl.config import load_ppo_config
@@ -41,8 +42,11 @@ class Prompts:
         self.masked, self.images, self.store = [self.placeholder, video], processor.image_processor, PictureStore()
 
     def pixels(self, width: int, height: int, seed: int) -> Pixels:
+        return self.pixels_of(noise_picture(width, height, seed))
+
+    def pixels_of(self, picture: Image.Image) -> Pixels:
         options = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
-        return {**self.images(images=[noise_picture(width, height, seed)], **options)}
+        return {**self.images(images=[picture], **options)}
 
     def prompt(self, *pictures: Pixels) -> Prompt:
         added = [self.store.add(pixels, int(pixels["image_grid_thw"].prod()) // 4) for pixels in pictures]

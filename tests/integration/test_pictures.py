@@ -134,13 +134,18 @@ def test_they_agree_with_adapters_a_frozen_tower_and_small_micro_batches(argumen
     assert_agreement(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_they_agree_on_the_pictures_of_environments(arguments, tmp_path, mode):
+ALBUM = Path(__file__).parent / "picture_album.py"
+ENVIRONMENT = {"actor_rollout_ref.rollout.multi_turn.environment": f"{ALBUM}:Album"}
+AGENT = {"actor_rollout_ref.rollout.agent.path": ALBUM, "actor_rollout_ref.rollout.agent.name": "album"}
+
+
+@pytest.mark.parametrize(("runner", "mode"), [(ENVIRONMENT, "sync"), (ENVIRONMENT, "colocate_async"), (AGENT, "sync")])
+def test_they_agree_on_the_pictures_of_environments_and_agents(arguments, tmp_path, runner, mode):
     often = write_model_that_sees(tmp_path / "often")  # the responses of a random model should end by themselves
     (often / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(110, 200)]}))
     more = {
         "actor_rollout_ref.model.path": often,
-        "actor_rollout_ref.rollout.multi_turn.environment": f"{Path(__file__).parent}/picture_album.py:Album",
+        **runner,
         "actor_rollout_ref.rollout.agent.num_workers": 2,
         "actor_rollout_ref.rollout.response_length": 160,
         "actor_rollout_ref.rollout.max_model_len": 320,

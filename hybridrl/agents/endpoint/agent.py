@@ -27,7 +27,10 @@ from hybridrl.config.custom_code import own
 from hybridrl.config.schema_parts import AgentConfig
 from hybridrl.core.carried import Encoded
 from hybridrl.core.experience.trajectory import Policy, Trajectory
+from hybridrl.core.pictures import Picture
 from hybridrl.core.rollout import Completion
+from hybridrl.data.pictures import Encoded as EncodedPicture
+from hybridrl.data.pictures import PictureFault, with_data_urls
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +48,10 @@ class OneAtATime:
         self.policy, self.lock = policy, asyncio.Lock()
         self.tasks: set[asyncio.Task] = set()
 
-    async def generate(self, prompt: Encoded, sampling: SamplingOptions) -> Completion:
+    async def generate(self, prompt: Encoded, sampling: SamplingOptions, new: Sequence[Picture]) -> Completion:
+        """Sample a turn. `new` are pictures of it whose pixels the driver does not have."""
+        if new:
+            self.policy.show(new)
         task = asyncio.create_task(self._generate(prompt, sampling))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -115,13 +121,20 @@ class Agents:
         self.open = AsyncExitStack()
         self.starting: asyncio.Future[str] | None = None
 
-    async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
-        """Run one episode."""
-        session, turns = self.sessions.start(messages, row=row), OneAtATime(policy)
+    async def run(
+        self,
+        policy: Policy,
+        messages: Sequence[Message],
+        row: Mapping[str, Any],
+        pictures: Sequence[Picture] = (),
+        encoded: Sequence[EncodedPicture] = (),
+    ) -> Trajectory:
+        """Run one episode. The messages have these `pictures`, which an agent gets as `encoded`."""
+        session, turns = self.sessions.start(messages, row=row, pictures=pictures), OneAtATime(policy)
         self.policies[session.id] = turns
         stop, fault, detail, clock = "", None, "", None
-        data = own({**row, "messages": list(messages)})
         try:
+            data = own({**row, "messages": with_data_urls(messages, encoded)})
             address = await self.start()
             if self.waiting:
                 await self.waiting.offer(session, data)
@@ -130,7 +143,7 @@ class Agents:
                     turns.policy = PausablePolicy(policy, clock)
                 with contained(self.settings.name, EpisodeFault):
                     self._take(session, await self._call(session, data, f"{address}/v1", clock))
-        except EpisodeFault as error:
+        except (EpisodeFault, PictureFault) as error:
             fault, detail = "environment", str(error)
         except UserCodeError as error:
             if not session.stop:  # else it was the end of the conversation that it does not handle
@@ -179,7 +192,7 @@ class Agents:
     async def _generate(self, session: Session, prompt: Encoded, sampling: SamplingOptions) -> Completion:
         if session.id not in self.policies:
             raise rejected(401, "use the API key that the agent was called with", code="invalid_api_key")
-        return await self.policies[session.id].generate(prompt, sampling)
+        return await self.policies[session.id].generate(prompt, sampling, session.pictures.new(prompt.carried))
 
     async def _outside(self, waiting: Waiting, session: Session, data: Mapping[str, Any], clock: Timeout) -> None:
         """Wait until the agent ends its session; its rewards were set before. While it has sent no request for long,

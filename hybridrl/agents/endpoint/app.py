@@ -30,6 +30,7 @@ from hybridrl.agents.endpoint.formats import (
     chat_body,
     completion_body,
 )
+from hybridrl.agents.endpoint.messages import PICTURE_BYTES
 from hybridrl.agents.endpoint.requests import Member, Route, body_limit, on_invalid, on_rejection, rejected, reply
 from hybridrl.agents.endpoint.sessions import KEY_PREFIX, LOST_SECONDS, AgentSessions, Session
 from hybridrl.rewards.score import LARGEST
@@ -96,11 +97,11 @@ class Api:
         return await self._respond(request, body, form, template=body.chat_template_kwargs)
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
-        sampling, tokenizer = body.wanted(self.rules), self.core.kit.tokenizer
+        sampling, tokenizer, session = body.wanted(self.rules), self.core.kit.tokenizer, self.session_of(request, body)
         # A policy may sample padding rows of its head: a teacher scores them if its model has them.
         prompt = body.single_prompt(len(tokenizer) if body.prompt_logprobs is None else 2**31)
         form = partial(completion_body, request=body, model=self.model, tokenizer=tokenizer)
-        return await self._answered(request, body, sampling, form, partial(self.core.complete, prompt=prompt))
+        return await self._answered(request, body, session, sampling, form, partial(self.core.complete, prompt=prompt))
 
     async def responses(self, request: Request, body: ResponsesRequest) -> Response:
         return await self._respond(request, body, partial(body.body, model=self.model))
@@ -112,21 +113,24 @@ class Api:
         self, request: Request, body: ChatRequest | ResponsesRequest | MessagesRequest, form: Form, **options: Any
     ) -> Response:
         """Answer with the response to a conversation."""
-        sampling, tools, messages = body.wanted(self.rules), body.schemas(), body.conversation()
+        sampling, tools, session = body.wanted(self.rules), body.schemas(), self.session_of(request, body)
+        if reads := session.picture_reader():
+            messages = await self.core.prepared(session, body.seen_by(reads).conversation)
+        else:
+            messages = body.conversation()
         options |= {"reads_calls": bool(tools) and body.choice() != NONE}
         work = partial(self.core.respond, messages=messages, tools=tools, **options)
-        return await self._answered(request, body, sampling, form, work)
+        return await self._answered(request, body, session, sampling, form, work)
 
     async def _answered(
-        self, request: Request, body: Sampled, sampling: SamplingOptions, form: Form, work: Work
+        self, request: Request, body: Sampled, session: Session, sampling: SamplingOptions, form: Form, work: Work
     ) -> Response:
         """Answer with what some work samples, or as a stream with the events of it meanwhile; and with the fields that
         had no effect."""
         if body.model not in ("", self.model) and not self.rules.trains:
             message = f"The model `{body.model}` does not exist; this endpoint serves `{self.model}`"
             raise rejected(404, message, code="model_not_found", param="model")
-        unread, session = body.warnings(self.rules), self.session_of(request, body)
-        warnings = {"warnings": unread} if unread else {}
+        warnings = {"warnings": unread} if (unread := body.warnings(self.rules)) else {}
         parts: asyncio.Queue[Reply | None] = asyncio.Queue()
         if body.stream and not self.rules.trains:
             sampling = replace(sampling, hear=parts.put_nowait)
@@ -138,10 +142,8 @@ class Api:
         events = stream(first, parts, task, body, lambda reply: form(reply) | warnings)
         return StreamingResponse(events, media_type="text/event-stream")
 
-    async def _sampled(self, request: Request, session: Session | None, work: Coroutine[Any, Any, Reply]) -> Reply:
+    async def _sampled(self, request: Request, session: Session, work: Coroutine[Any, Any, Reply]) -> Reply:
         """Return a response; where an agent outside the run disconnects, its episode waits for it LOST_SECONDS."""
-        if session is None:
-            return await while_connected(request, work)
         try:
             with session.request():
                 return await while_connected(request, work)
@@ -205,15 +207,16 @@ class Api:
         about = {"session_id": session_id, "task_id": session.task, "closed": session.closed, "forks": session.forks}
         return reply(about | {"reward": trajectory.reward, "turns": turns, "rows": rows})
 
-    def session_of(self, request: Request, body: Sampled) -> Session | None:
-        """Return the session that a request belongs to, by its key, or named with the admin key; None if to none."""
+    def session_of(self, request: Request, body: Sampled) -> Session:
+        """Return the session that a request belongs to, by its key, or named with the admin key; one for it alone,
+        recorded nowhere, if to none."""
         if _key(request).startswith(KEY_PREFIX):
             return self._own_session(request)
         user = body.user if body.user in self.sessions.by_id else ""
         if named := request.headers.get("X-Session-ID") or body.session_id() or user:
             return self._own_session(request, named)
         self.sessions.unrecorded += 1
-        return None
+        return Session(self.core.kit)
 
     def _own_session(self, request: Request, named: str = "") -> Session:
         """Return the session of the request's key, or the named one if it is the admin key."""
@@ -249,7 +252,8 @@ def create_app(
     api = Api(Core(generate, sessions), model, admin_key, claim=claim, check=check, rules=rules)
     app = FastAPI(title="hybridrl", openapi_url=None)
     app.router.route_class = Route
-    app.state.host, app.state.body_limit = host, body_limit(sessions.kit.limits.context)
+    limits = sessions.kit.limits
+    app.state.host, app.state.body_limit = host, body_limit(limits.context, limits.pictures * PICTURE_BYTES)
     for method, path, route in (
         ("POST", "/v1/chat/completions", api.chat),
         ("POST", "/v1/completions", api.completions),

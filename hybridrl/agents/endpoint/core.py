@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hybridrl.agents.endpoint.requests import encodable, rejected, split_reasoning
+from hybridrl.agents.endpoint.messages import split_reasoning
+from hybridrl.agents.endpoint.requests import encodable, rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, RenderedPrompt, SampledTurn, Session
 from hybridrl.agents.environments import Message, Schema, ToolCall
 from hybridrl.agents.environments.calls import REASONING_END
@@ -23,6 +24,8 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.core.carried import Encoded
 from hybridrl.core.rollout import Completion, RequestFault
 from hybridrl.required import required
+
+T = TypeVar("T")
 
 ENCODERS = 2
 NOTHING = Completion(np.empty(0, np.int64), np.empty(0, np.float32), truncated=False, versions=0)  # sampled so far
@@ -104,9 +107,10 @@ class Growing:
 
 
 class Core:
-    """The policy behind the endpoint. Requests without a session are answered and recorded nowhere.
+    """The policy behind the endpoint.
 
-    Prompts are rendered and encoded in ENCODERS threads: a long one takes seconds, and hundreds of times its size.
+    Pictures are read, prompts rendered and encoded in ENCODERS threads: a long one takes seconds, and hundreds of times
+    its size.
     """
 
     def __init__(self, generate: Generate, sessions: AgentSessions) -> None:
@@ -115,7 +119,7 @@ class Core:
 
     async def respond(
         self,
-        session: Session | None,
+        session: Session,
         messages: Sequence[Message],
         tools: Sequence[Schema],
         sampling: SamplingOptions,
@@ -126,8 +130,7 @@ class Core:
     ) -> Reply:
         """Sample the next message of a conversation, and record it. `template` has arguments of the chat template. With
         `whole` its reasoning is heard too, as a part of its text."""
-        session = session or Session(self.kit)
-        prompt = await self._prepared(session, session.prompt_for, messages, tools, template)
+        prompt = await self.prepared(session, session.prompt_for, messages, tools, template)
         completion, seconds = await self._sample(session, prompt, sampling, hears=not tools, chat=not whole)
         text, calls, readable = self._text(completion, sampling.stop, special=bool(tools)), [], True
         if reads_calls:
@@ -140,18 +143,15 @@ class Core:
         turn = session.record(prompt, completion, response, called=bool(calls), seconds=seconds)
         return Reply(turn, prompt.ids)
 
-    async def complete(self, session: Session | None, prompt: str | list[int], sampling: SamplingOptions) -> Reply:
+    async def complete(self, session: Session, prompt: str | list[int], sampling: SamplingOptions) -> Reply:
         """Continue a text or token ids, and record it."""
-        session = session or Session(self.kit)
-        place = await self._prepared(session, session.prompt_of, prompt)
+        place = await self.prepared(session, session.prompt_of, prompt)
         completion, seconds = await self._sample(session, place, sampling, hears=True, chat=False)
         response = {"role": "assistant", "content": self._text(completion, sampling.stop)}
         return Reply(session.record(place, completion, response, seconds=seconds), place.ids)
 
-    async def _prepared(
-        self, session: Session, prepare: Callable[..., RenderedPrompt], *arguments: Any
-    ) -> RenderedPrompt:
-        """Return the prompt of a request; those of one session in the order in which they arrived."""
+    async def prepared(self, session: Session, prepare: Callable[..., T], *arguments: Any) -> T:
+        """Return the messages or the prompt of a request; those of one session in the order in which they arrived."""
         async with session.preparing:
             try:
                 return await asyncio.get_running_loop().run_in_executor(self.encoders, prepare, *arguments)

@@ -32,6 +32,7 @@ from hybridrl.agents.environments.load import (
     load_tools,
 )
 from hybridrl.agents.environments.load import load_files as load_environments
+from hybridrl.agents.environments.pictures import NUMBERS
 from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.agents.environments.template import KEY as TEMPLATE
 from hybridrl.agents.environments.worker import EpisodeSettings
@@ -52,7 +53,7 @@ from hybridrl.runs.trials import Subject, Trial
 from hybridrl.tracking.console import info
 
 MODE = f"{MULTI_TURN}.tokenization_sanity_check_mode"
-ARGUMENTS, NUMBERS = "data.apply_chat_template_kwargs", "add_vision_id"
+ARGUMENTS = "data.apply_chat_template_kwargs"
 FULL = "actor_rollout_ref.rollout.full_determinism"
 CORES_PER_PROCESS, MOST_PROCESSES = 4, 8  # per machine
 

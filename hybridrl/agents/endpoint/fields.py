@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
@@ -149,10 +149,16 @@ class Sampled(Member):
     tool_choice: Any = AUTO
 
     _unread: dict[str, Any] = PrivateAttr(default_factory=dict)  # fields within those that `read` validated, by place
+    _read_picture: Callable[[bytes], int] | None = PrivateAttr(None)
+
+    def seen_by(self, read_picture: Callable[[bytes], int] | None) -> Self:
+        """Return the request, whose pictures are read and named by this function; None: it may have none."""
+        self._read_picture = read_picture
+        return self
 
     def read(self, kind: type[F], value: Any, where: str) -> F:
         """Return the object at `where`; stores those of its fields without an effect, for the warnings."""
-        fields = validated(kind, value, where)
+        fields = validated(kind, value, where, self._read_picture)
         self._unread |= unread(fields, f"{where}.")
         return fields
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl.agents.endpoint.core import Reply, SamplingOptions, token_bytes
 from hybridrl.agents.endpoint.fields import COMMON_HINTS, DEFAULTS, Format, Rules, Sampled, Stops, tool_schema
-from hybridrl.agents.endpoint.requests import Member, Name, Text, as_rendered, rejected
+from hybridrl.agents.endpoint.messages import Block, Content, Text, as_rendered
+from hybridrl.agents.endpoint.requests import Member, Name, rejected
 from hybridrl.agents.environments import Message, Schema
 
 STREAM_END = "data: [DONE]\n\n"
@@ -171,7 +172,7 @@ class Item(Member):
     call_id: str = ""
     name: str = ""
     arguments: str = ""
-    output: Text = ""
+    output: Content = ""
 
 
 class OutputOptions(Member):
@@ -267,25 +268,6 @@ class ResponsesRequest(Sampled):
                     events.append({"type": f"response.{kind}", **place, **details})
             events.append({"type": "response.output_item.done", "output_index": number, "item": item})
         return [*events, {"type": f"response.{body['status']}", "response": body}]
-
-
-class Block(Member):
-    """A part of a message of Anthropic's."""
-
-    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
-    text: str = ""
-    id: str = ""
-    name: str = ""
-    input: Json = Field({})
-    tool_use_id: str = ""
-    content: Text = ""
-    is_error: bool = False
-
-    def result(self) -> str:
-        """Return the result of a tool as the policy reads it: an error begins as those of environments do."""
-        if not self.is_error or self.content.startswith("Error"):
-            return self.content
-        return f"Error: {self.content}" if self.content else "Error"
 
 
 def _as_blocks(content: Any) -> Any:
@@ -392,8 +374,10 @@ def _as_chats(message: AnthropicMessage) -> list[Json]:
     messages: list[Json] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.result()} for block in kinds["tool_result"]
     ]
-    if kinds["text"] or kinds["tool_use"] or not kinds["tool_result"]:
-        messages.append({"role": message.role, "content": "".join(block.text for block in kinds["text"])})
+    shown = [block for block in message.content if block.type in ("text", "image")]
+    if shown or kinds["tool_use"] or not kinds["tool_result"]:
+        content = shown if kinds["image"] else "".join(block.text for block in shown)
+        messages.append({"role": message.role, "content": content})
     if calls := kinds["tool_use"]:
         functions = [{"name": call.name, "arguments": json.dumps(call.input)} for call in calls]
         messages[-1]["tool_calls"] = [{"id": c.id, "function": f} for c, f in zip(calls, functions, strict=True)]

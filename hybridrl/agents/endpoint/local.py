@@ -5,13 +5,14 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from fastapi import HTTPException
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from hybridrl import plugins
 from hybridrl.agents.endpoint.app import create_app, serving
 from hybridrl.agents.endpoint.core import Core, SamplingOptions
 from hybridrl.agents.endpoint.fields import OF_THE_RUN
@@ -19,13 +20,18 @@ from hybridrl.agents.endpoint.requests import rejected
 from hybridrl.agents.endpoint.sessions import AgentSessions, Session
 from hybridrl.agents.environments import Message
 from hybridrl.agents.environments.episode_loop import EpisodeLimits, EpisodeTools
+from hybridrl.agents.environments.pictures import DIGEST, LIMIT
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.config import ConfigError
+from hybridrl.config.checks.engine import EPISODE_PICTURES, why_no_pictures
 from hybridrl.config.files import resolve_model
 from hybridrl.config.schema import ModelConfig, RolloutConfig
 from hybridrl.core.carried import Encoded
+from hybridrl.core.pictures import PictureStore
 from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.engine import EngineEntry, RolloutEngine
+from hybridrl.data.pictures import PictureFault
+from hybridrl.data.processor import PictureReader, load_processor
 from hybridrl.data.tokenizer import end_tokens, load_tokenizer
 from hybridrl.tracking.console import info
 
@@ -61,7 +67,8 @@ class Local:
                 hear = options.hear and partial(asyncio.get_running_loop().call_soon_threadsafe, options.hear)
                 scored = {"carried": prompt.carried, "prompt_log_probs": options.prompt_log_probs}
                 request = Request(0, 0, prompt.ids, seed, sampling, hear=hear, **scored)
-                return await self.engine.generate(request)
+                pixels = {picture.digest: picture.pixels for picture in session.pictures.of_prompt(prompt.carried)}
+                return await self.engine.generate(request, *filter(None, [pixels]))
         except UserCodeError as failure:
             await self.engine.check()  # raises if it is dead; else it rejects this request only, such as its schema
             raise rejected(400, f"the engine rejects this request: {failure.cause}") from failure
@@ -85,7 +92,8 @@ class Local:
 
 
 def make_kit(model: ModelConfig, rollout: RolloutConfig) -> EpisodeTools:
-    """Return the chat template of a model, and its formats. Contexts have at most LONGEST tokens, unless it is set."""
+    """Return the chat template of a model, and its formats. Contexts have at most LONGEST tokens, unless it is set, and
+    EPISODE_PICTURES pictures, if the model and its engine read any."""
     settings = AutoConfig.from_pretrained(resolve_model(model.path), trust_remote_code=model.trust_remote_code)
     positions = getattr(settings.get_text_config(), "max_position_embeddings", None) or LONGEST
     context = rollout.max_model_len = rollout.max_model_len or min(positions, LONGEST)
@@ -96,9 +104,34 @@ def make_kit(model: ModelConfig, rollout: RolloutConfig) -> EpisodeTools:
         custom_chat_template=model.custom_chat_template,
     )
     tokenizer.chat_template = tokenizer.chat_template or NO_TEMPLATE
-    limits, formats = EpisodeLimits(context, context, context), {"format": rollout.multi_turn.format}
-    formats |= {"model_type": settings.model_type}
+    reader = _reader(model, rollout, tokenizer, settings.model_type)
+    limits = EpisodeLimits(context, context, context, pictures=rollout.limit_images or 0)
+    formats = {"format": rollout.multi_turn.format, "model_type": settings.model_type, "reader": reader}
     return EpisodeTools.of(tokenizer, end_tokens(model.path, tokenizer), limits, **formats)
+
+
+def _reader(
+    model: ModelConfig, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, model_type: str
+) -> PictureReader | None:
+    """Return the reader of the pictures of requests, and set the most of a context; None if none are read. Raises
+    ConfigError if a key expects them."""
+    limit, arguments = rollout.limit_images, rollout.engine_kwargs.vllm.get("mm_processor_kwargs") or {}
+    if limit == 0:
+        return None
+    try:
+        if model_type not in plugins.names("vision"):
+            raise ConfigError(f"models of type {model_type} get text only")
+        if why := why_no_pictures(rollout.name):
+            raise ConfigError(why)
+        options = {"trusted": model.trust_remote_code, "key": "rollout.engine_kwargs.vllm.mm_processor_kwargs"}
+        processor = load_processor(model.path, tokenizer, arguments, **options)
+    except ConfigError as error:
+        if limit or arguments:
+            raise ConfigError(f"{LIMIT}={limit}: {error}", keys=LIMIT) from error
+        rollout.limit_images = 0
+        return None
+    rollout.limit_images = limit or EPISODE_PICTURES
+    return PictureReader(processor, PictureStore())
 
 
 def _signalled(ended: asyncio.Event) -> asyncio.Event:
@@ -114,21 +147,26 @@ async def start(
     """Start an engine of this entry with a Hugging Face model, and return its policy; `schemas`: of responses too."""
     # By default the engine expects a trainer's weights, and has no tokenizer: schemas need one, which takes seconds.
     for arguments in vars(rollout.engine_kwargs).values():
-        arguments |= {"load_format": "auto", "skip_tokenizer_init": not schemas}
+        arguments |= {"load_format": "auto", "skip_tokenizer_init": not (schemas or kit.reader)}
     engine = entry.build(device, model, rollout, 1)
     await engine.connect()
     return Local(engine, rollout, kit)
 
 
 class TerminalChat:
-    """A conversation at a terminal. A model without a chat template continues each text by itself."""
+    """A conversation at a terminal, whose first message has these `images`, as bytes of files. A model without a chat
+    template continues each text by itself."""
 
-    def __init__(self, kit: EpisodeTools, max_tokens: int, system: str | None) -> None:
-        self.kit, self.system = kit, [{"role": "system", "content": system}] if system else []
+    def __init__(self, kit: EpisodeTools, max_tokens: int, system: str | None, images: Sequence[bytes] = ()) -> None:
+        self.kit, self.system, self.images = kit, [{"role": "system", "content": system}] if system else [], images
         self.options, self.continues = SamplingOptions(max_tokens), kit.tokenizer.chat_template == NO_TEMPLATE
-        if system and self.continues:
-            fix = "leave it out, or set model.custom_chat_template"
-            raise ConfigError("--system: the model has no chat template, and continues texts", fix=fix)
+        for option in ["--system"] * bool(system) + ["--image"] * bool(images):
+            if self.continues:
+                fix = "leave it out, or set model.custom_chat_template"
+                raise ConfigError(f"{option}: the model has no chat template, and continues texts", fix=fix)
+        if len(images) > (most := kit.limits.pictures):
+            fix = "name a model that sees, or set rollout.limit_images"
+            raise ConfigError(f"--image: {len(images)} pictures, and the model with its engine reads {most}", fix=fix)
         self.reset()
 
     def reset(self) -> None:
@@ -137,9 +175,14 @@ class TerminalChat:
 
     def messages_with(self, text: str) -> list[Message]:
         """Return the messages with the user's next one. Raises ConfigError if no response fits after it."""
-        messages = [*self.messages, {"role": "user", "content": text}]
+        pictures = () if self.messages != self.system else self.images
         try:
+            shown = [{"type": "image", DIGEST: self.session.pictures.digest(image)} for image in pictures]
+            content = [*shown, {"type": "text", "text": text}] if shown else text
+            messages = [*self.messages, {"role": "user", "content": content}]
             self.session.prompt_of(text) if self.continues else self.session.prompt_for(messages)
+        except PictureFault as fault:
+            raise ConfigError(f"--image: {fault}", fix="name another file") from fault
         except HTTPException as error:
             fix = "send less, set rollout.max_model_len, or forget earlier turns: /reset"
             raise ConfigError(error.detail["message"], fix=fix) from error
@@ -158,7 +201,7 @@ class TerminalChat:
         options = replace(self.options, hear=lambda reply: grow(reply.message["content"]))
         try:
             if self.continues:
-                reply = await core.complete(None, text, options)
+                reply = await core.complete(Session(self.kit), text, options)
             else:
                 reply = await core.respond(self.session, messages, [], options, reads_calls=False, whole=True)
         except asyncio.CancelledError:
@@ -191,6 +234,7 @@ async def serve(
     app = create_app(policy, AgentSessions(kit), model=name, admin_key=admin_key, check=policy.check, host=host)
     stopping, dying = asyncio.create_task(ended.wait()), asyncio.create_task(policy.watch())
     async with serving(app, listening) as address:
-        info(f"serving {source} as {name} at {address}/v1, contexts of {kit.limits.context} tokens; Ctrl-C ends it")
+        size = f"{kit.limits.context} tokens" + f" and {kit.limits.pictures} pictures" * bool(kit.reader)
+        info(f"serving {source} as {name} at {address}/v1, contexts of {size}; Ctrl-C ends it")
         await asyncio.wait([stopping, dying], return_when=asyncio.FIRST_COMPLETED)
     return str(dying.exception()) if dying.done() else ""

@@ -1,35 +1,27 @@
 """Requests from anyone: the allowed senders, sizes and JSON, and the answers to errors.
-Messages are read in the form of chat templates, with a digest that is equal for equal messages.
 
 Whatever a client sends, a route reads a body of bounded size that is valid JSON, and the connection stays usable.
-Frameworks send a response back in their own form: with arguments in another order, a null for an empty text, or without
-the reasoning. It is still the message that was sampled.
 """
 
 import asyncio
-import hashlib
 import json
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from ipaddress import ip_address
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import from_json, to_json
 from starlette.exceptions import HTTPException as RouteError
 
-from hybridrl.agents.environments import Message, Schema
-from hybridrl.agents.environments.calls import REASONING_END
-
-REASONING_START = "<think>"
 TEXT_PARTS = ("text", "input_text", "output_text")
-ROLES = {"developer": "system", "function": "tool"}  # newer and older names of the API -> those of templates
+Name = Annotated[str, Field(min_length=1, max_length=256)]
 logger = logging.getLogger(__name__)
 
 # A token of text has 1 to 12 bytes in JSON; tools and ids come on top of it.
@@ -54,14 +46,16 @@ class Member(BaseModel):
         if not isinstance(values, dict):
             return values
         present = {name: item for name, item in values.items() if item is not None}
-        texts = [name for name, field in cls.model_fields.items() if field.annotation is str]
+        texts = [
+            name for name, field in cls.model_fields.items() if str in (field.annotation, *get_args(field.annotation))
+        ]
         return present | {at: item for name in texts for at, item in _further_fields(name, present.get(name))}
 
 
 def _further_fields(name: str, content: Any) -> Iterator[tuple[str, Any]]:
     """Yield the other fields of a text's parts: only their text is read."""
     for number, part in enumerate(content if isinstance(content, list) else ()):
-        others = part.items() if _is_text(part) else ()
+        others = part.items() if is_text(part) else ()
         yield from ((f"{name}[{number}].{field}", item) for field, item in others if field not in ("type", "text"))
 
 
@@ -75,6 +69,10 @@ def unread(fields: Member, where: str = "") -> Iterator[tuple[str, Any]]:
             yield from unread(item, f"{where}{at}.") if isinstance(item, Member) else ()
 
 
+def is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
+
+
 F = TypeVar("F", bound=Member)
 
 
@@ -83,10 +81,10 @@ def field_name(path: Sequence[str | int]) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def validated(kind: type[F], value: Any, where: str) -> F:
-    """Return the request's object at `where`; rejects invalid fields by name."""
+def validated(kind: type[F], value: Any, where: str, context: Any = None) -> F:
+    """Return the request's object at `where`; rejects invalid fields by name. `context` reads its pictures, if any."""
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value, context=context)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param, value = field_name((where, *first["loc"])), first["input"]
@@ -99,126 +97,9 @@ def encodable(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def content_text(content: Any) -> str:
-    """Return the text of a content, which is a string or a list of parts."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [(part.get("text") or "") if _is_text(part) else None for part in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("the policy reads text only: a string, or a list of {type: text, text}")
-    return "".join(texts)
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
-
-
-def _arguments(value: Any) -> Any:
-    if not isinstance(value, str | dict):
-        raise ValueError("the arguments of a call are JSON text")
-    if isinstance(value, str) and "\\u" in value:  # half of a surrogate pair, which templates would write
-        from_json(value)
-    return value or "{}"
-
-
-Text = Annotated[str, BeforeValidator(content_text)]
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class Function(Member):
-    """The function of a call, with its arguments as text or as an object."""
-
-    name: Name
-    arguments: Annotated[Any, AfterValidator(_arguments)] = "{}"
-
-
-class Call(Member):
-    """A call of a tool in a response."""
-
-    id: str = ""
-    function: Function
-
-
-class ChatMessage(Member):
-    """A message of a chat; fields that no template reads are left out."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Text = ""
-    reasoning_content: str = ""
-    tool_calls: list[Call] = Field([])
-    tool_call_id: str = ""
-    name: str = ""
-
-    @model_validator(mode="after")
-    def _without_name(self) -> Self:
-        if self.name and self.role not in ("tool", "function"):  # no template reads it
-            self.__pydantic_extra__ = {"name": self.name} | (self.model_extra or {})
-        return self
-
-
-def as_rendered(
-    messages: Sequence[Any], places: Sequence[str] = (), read: Callable[..., Any] = validated
-) -> list[Message]:
-    """Return messages as a chat template reads them: texts as strings, results of tools with the name of the tool.
-
-    Rejects content that is not text; `places` are the names of the fields that the messages come from.
-    """
-    names: dict[str, str] = {}  # name of the tool, by the id of the call
-    rendered = []
-    for number, item in enumerate(messages):
-        fields = read(ChatMessage, item, places[number] if places else f"messages[{number}]")
-        message: Message = {"role": ROLES.get(fields.role, fields.role), "content": fields.content}
-        if fields.reasoning_content:
-            message["reasoning_content"] = fields.reasoning_content
-        if fields.tool_calls:
-            message["tool_calls"] = [_call(call) for call in fields.tool_calls]
-            names |= {call.id: call.function.name for call in fields.tool_calls}
-        if message["role"] == "tool":
-            message |= {"tool_call_id": fields.tool_call_id, "name": fields.name or names.get(fields.tool_call_id, "")}
-        rendered.append(message)
-    return rendered
-
-
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
-    return {"id": call.id, "type": "function", "function": function}
-
-
-def split_reasoning(text: str) -> tuple[str, str]:
-    """Return the reasoning of a response, empty if it has none, and its content."""
-    reasoning, end, content = text.partition(REASONING_END)
-    return (reasoning.removeprefix(REASONING_START).strip("\n"), content.lstrip("\n")) if end else ("", text)
-
-
-def digests(messages: Sequence[Message], tools: Sequence[Schema]) -> list[bytes]:
-    """Return what identifies the conversation up to and with each message; equal for messages that are the same."""
-    state, results = hashlib.blake2b(json.dumps(list(tools), sort_keys=True).encode(), digest_size=16), []
-    for message in messages:
-        state.update(json.dumps(_identity(message), sort_keys=True).encode())
-        results.append(state.digest())
-    return results
-
-
-def _identity(message: Message) -> list[Any]:
-    """Return what makes a message another one: neither its reasoning nor the ids of calls."""
-    content = message["content"]
-    if message["role"] == "assistant":
-        content = split_reasoning(content)[1].strip()
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [message["role"], content, [[function["name"], _parsed(function["arguments"])] for function in functions]]
-
-
-def _parsed(arguments: Any) -> Any:
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
-
-
-def body_limit(context: int) -> int:
-    """Return the most bytes of a body, for a context of this number of tokens."""
-    return context * BYTES_PER_TOKEN + FURTHER_BYTES
+def body_limit(context: int, pictures: int = 0) -> int:
+    """Return the most bytes of a body, for a context of this number of tokens, and of `pictures` in bytes."""
+    return context * BYTES_PER_TOKEN + FURTHER_BYTES + pictures
 
 
 class BoundedRequest(Request):
@@ -277,7 +158,7 @@ class Route(APIRoute):
 
 def reply(body: Any, status: int = 200, plain: Callable[[Any], Any] = str) -> Response:
     """Return a response with JSON; `plain` makes of other values what JSON can hold."""
-    content = to_json(body, inf_nan_mode="null", fallback=plain)
+    content = to_json(body, inf_nan_mode="null", bytes_mode="base64", fallback=plain)
     return Response(content, status, media_type="application/json")
 
 

@@ -9,17 +9,21 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
-from hybridrl.agents.endpoint.requests import digests, rejected
-from hybridrl.agents.environments import Message, Schema
+from hybridrl.agents.endpoint.messages import digests
+from hybridrl.agents.endpoint.requests import rejected
+from hybridrl.agents.environments import EpisodeFault, Message, Schema
 from hybridrl.agents.environments.dialogue import Dialogue
 from hybridrl.agents.environments.episode_loop import SHORTEST_TURN, EpisodeTools
+from hybridrl.agents.environments.pictures import LIMIT, NUMBERS, ConversationPictures
 from hybridrl.config.findings import ConfigError
 from hybridrl.core.carried import Encoded, Fields, superseded
 from hybridrl.core.experience.trajectory import Trajectory, Turn, continued_prompt
+from hybridrl.core.pictures import Picture
 from hybridrl.core.rollout import Completion
 
 KEY_PREFIX = "sk-sess-"
@@ -84,7 +88,8 @@ class RenderedPrompt:
 
 @dataclass(eq=False)
 class Session:
-    """The recorded turns of one agent. Special tokens are read as such in the `trusted` messages only.
+    """The recorded turns of one agent. Special tokens are read as such in the `trusted` messages only, whose pictures
+    are the `row_pictures`.
 
     `forks` counts requests with a history that differs from what the policy wrote. `closed` says why it takes no more
     requests.
@@ -93,6 +98,8 @@ class Session:
     kit: EpisodeTools
     trusted: Sequence[Message] = ()
     task: str = ""
+    row_pictures: InitVar[Sequence[Picture]] = ()
+    pictures: ConversationPictures = field(init=False)
     id: str = field(default_factory=lambda: secrets.token_hex(8))
     api_key: str = field(default_factory=lambda: KEY_PREFIX + secrets.token_urlsafe(24))
     turns: list[SampledTurn] = field(default_factory=list)
@@ -103,9 +110,13 @@ class Session:
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # it had a request, or is closed
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     preparing: asyncio.Lock = field(default_factory=asyncio.Lock)  # of one prompt at a time
-    requests: int = 0  # that came so far
+    requests: int = 0  # number so far
     open: int = 0  # requests that are not answered yet
     used: float = 0.0
+
+    def __post_init__(self, row_pictures: Sequence[Picture]) -> None:
+        self.pictures = self.kit.pictures(row_pictures)
+        self.trusted = self.pictures.of_row(self.trusted)
 
     def close(self, why: str = "it has ended") -> None:
         """Take no more requests."""
@@ -127,6 +138,20 @@ class Session:
         if not self.open and self.requests == requests:
             self.close(f"its client disconnected and sent nothing for {LOST_SECONDS:g} s")
 
+    def picture_reader(self) -> Callable[[bytes], int] | None:
+        """Return what reads the pictures of one request, from their files, and names them; None if the model reads
+        none. It rejects more than a context may have."""
+        numbers = count(1)
+
+        def read(encoded: bytes) -> int:
+            if next(numbers) > self.pictures.limit:
+                self.stop = "context_overflow"
+                message = f"a context has at most {self.pictures.limit} pictures ({LIMIT})"
+                raise rejected(400, message, code="context_length_exceeded", param="messages")
+            return self.pictures.digest(encoded)
+
+        return read if self.pictures.reader else None
+
     def prompt_for(
         self,
         messages: Sequence[Message],
@@ -143,11 +168,18 @@ class Session:
             if parent is None or not new or _sampled(new):
                 self.forks += bool(self.turns) and _sampled(messages)
                 first = dialogue.start(messages, tools, trusted=self.trusted)
+                first = self.pictures.expanded(first, messages)
                 return self._prompt(None, first, 0, messages, tools_and_template)
+            if template.get(NUMBERS):
+                cause = (
+                    f"chat_template_kwargs: {NUMBERS} numbers the pictures of one prompt, and not those of later turns"
+                )
+                raise rejected(400, cause, param="chat_template_kwargs")
             sampled = parent.completion.token_ids.tolist()
             ended = sampled[-1] in self.kit.end_ids
             delta = dialogue.delta(new, sampled, ended=ended, called=parent.called, tools=tools)
-        except ConfigError as error:
+            delta = self.pictures.expanded(delta, new)
+        except (ConfigError, EpisodeFault) as error:
             raise rejected(400, str(error), param="messages") from error
         return self._prompt(parent, delta, delta.dropped, messages, tools_and_template)
 
@@ -163,6 +195,8 @@ class Session:
         ids = self.kit.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         if not ids:
             raise rejected(400, "prompt: it has no tokens", param="prompt")
+        if self.pictures.reader and self.pictures.reader.placeholder_fault(ids, 0):
+            raise rejected(400, "prompt: it has tokens that stand for pictures, which chats have", param="prompt")
         contexts = [(turn, context) for turn in self.turns if ids[: len(context := turn.ids())] == context]
         parent, prefix = max(contexts, key=lambda pair: len(pair[1]), default=(None, []))
         messages = [{"role": "user", "content": self.kit.tokenizer.decode(ids)}]
@@ -271,12 +305,16 @@ class AgentSessions:
         self.unrecorded = 0
 
     def start(
-        self, trusted: Sequence[Message] = (), task: str = "", row: Mapping[str, Any] = MappingProxyType({})
+        self,
+        trusted: Sequence[Message] = (),
+        task: str = "",
+        row: Mapping[str, Any] = MappingProxyType({}),
+        pictures: Sequence[Picture] = (),
     ) -> Session:
-        """Return a new session, for an episode of the `row` if there is one."""
+        """Return a new session, for an episode of the `row` with its `pictures` if there is one."""
         for old in [session for session in self.by_id.values() if self.clock() - session.used > 2 * self.timeout]:
             self.remove(old)
-        session = Session(self.kit.of_row(row), trusted, task, used=self.clock())
+        session = Session(self.kit.of_row(row), trusted, task, pictures, used=self.clock())
         self.by_id[session.id] = self.by_key[session.api_key] = session
         return session
 

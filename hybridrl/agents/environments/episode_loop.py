@@ -97,9 +97,9 @@ class EpisodeTools:
         dialogue = self.dialogue.of_row(row)
         return self if dialogue is self.dialogue else replace(self, dialogue=dialogue)
 
-    def pictures(self, known: Sequence[Picture] = ()) -> ConversationPictures:
-        """Return the pictures of a conversation, whose row has the `known` ones."""
-        return ConversationPictures(self.reader, self.limits.pictures, known)
+    def pictures(self, row_pictures: Sequence[Picture] = ()) -> ConversationPictures:
+        """Return the pictures of a conversation, whose row has `row_pictures`."""
+        return ConversationPictures(self.reader, self.limits.pictures, row_pictures)
 
     def content(self, sampled: np.ndarray) -> list[int]:
         """Return the ids of a response without its end tokens."""

@@ -15,25 +15,27 @@ from hybridrl.core.carried import PICTURE_DIGEST, Encoded, Fields
 from hybridrl.core.pictures import Picture, expanded
 from hybridrl.data.pictures import PARTS, PictureFault, content, located
 from hybridrl.data.processor import PictureReader
+from hybridrl.required import required
 
 LIMIT = "actor_rollout_ref.rollout.limit_images"
+NUMBERS = "add_vision_id"  # an argument of templates that number the pictures of a prompt
 DIGEST = "digest"  # the field of a part that names a picture
 E = TypeVar("E", bound=Encoded)
 
 
 class ConversationPictures:
     """The pictures of an episode or a session, at most `limit` in a context. `reader` reads new ones; None: the model
-    reads no pictures. `known` are those of the row, whose pixels the driver has."""
+    reads no pictures. `row_pictures` are those of the row, whose pixels the driver has."""
 
-    def __init__(self, reader: PictureReader | None, limit: int = 0, known: Sequence[Picture] = ()) -> None:
+    def __init__(self, reader: PictureReader | None, limit: int = 0, row_pictures: Sequence[Picture] = ()) -> None:
         self.reader, self.limit = reader if limit else None, limit
-        self._named = {picture.digest: picture for picture in known}
-        self._known = known
+        self._named = {picture.digest: picture for picture in row_pictures}
+        self._row_pictures = row_pictures
         self._read: dict[bytes, int] = {}  # digests by those of the encoded pictures
 
     def of_row(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of a row with the names of its pictures."""
-        pictures = iter(self._known)
+        pictures = iter(self._row_pictures)
         return [_changed(message, lambda _: {"type": "image", DIGEST: next(pictures).digest}) for message in messages]
 
     def read(self, messages: Sequence[Message]) -> list[Message]:
@@ -60,13 +62,26 @@ class ConversationPictures:
         """Whether a context with these messages has more pictures than an engine takes."""
         return sum(1 for _ in picture_parts(messages)) > self.limit
 
+    def of_prompt(self, prompt: Fields) -> list[Picture]:
+        """Return the pictures of a prompt, each only once."""
+        digests = prompt[PICTURE_DIGEST].tolist() if PICTURE_DIGEST in prompt else []
+        return [self._named[digest] for digest in dict.fromkeys(digests)]
+
     def new(self, prompt: Fields) -> list[Picture]:
         """Return the pictures of a prompt whose pixels the driver does not have, each only once."""
-        digests = prompt[PICTURE_DIGEST].tolist() if PICTURE_DIGEST in prompt else []
-        pictures = [self._named[digest] for digest in dict.fromkeys(digests)]
+        pictures = self.of_prompt(prompt)
         for picture in pictures:
             self._named[picture.digest] = replace(picture, pixels=None)
         return [picture for picture in pictures if picture.pixels is not None]
+
+    def digest(self, encoded: bytes) -> int:
+        """Return the name of the picture in a file's bytes, which is read if it is new. Raises PictureFault."""
+        key = hashlib.blake2b(encoded, digest_size=16).digest()
+        if key not in self._read:
+            picture = required(self.reader).shown(encoded)
+            self._named.setdefault(picture.digest, picture)
+            self._read[key] = picture.digest
+        return self._read[key]
 
     def _readable(self, message: Message) -> Message:
         try:
@@ -83,13 +98,7 @@ class ConversationPictures:
             raise PictureFault(f"the model reads no pictures ({LIMIT}={self.limit})")
         digest = part.get(DIGEST)
         if digest is None:
-            encoded = content(located(part, Path()))
-            key = hashlib.blake2b(encoded, digest_size=16).digest()
-            if key not in self._read:
-                picture = self.reader.shown(encoded)
-                self._named.setdefault(picture.digest, picture)
-                self._read[key] = picture.digest
-            digest = self._read[key]
+            digest = self.digest(content(located(part, Path())))
         if digest not in self._named:
             raise PictureFault(f"there is no picture {digest!r:.40} in this conversation")
         return {"type": "image", DIGEST: digest}

@@ -94,8 +94,15 @@ class AgentRunner(Protocol):
     async def start(self) -> Any:
         """Prepare for episodes."""
 
-    async def run(self, policy: Policy, messages: Sequence[Message], row: Mapping[str, Any]) -> Trajectory:
-        """Run one episode."""
+    async def run(
+        self,
+        policy: Policy,
+        messages: Sequence[Message],
+        row: Mapping[str, Any],
+        pictures: Sequence[Picture],
+        encoded: Sequence[EncodedPicture],
+    ) -> Trajectory:
+        """Run one episode. The messages have these `pictures`, which an agent gets as `encoded`."""
 
 
 @dataclass(eq=False)
@@ -267,7 +274,8 @@ class EpisodeWorker:
         policy = partial(WorkerPolicy, kit, call, ticket, spec)
         if self.agents and runs_function(spec.row, self.environments):
             async with call.places:
-                return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row)
+                sees = spec.pictures, spec.encoded
+                return await self.agents.run(policy(self._with_stops(spec.sampling)), spec.messages, spec.row, *sees)
         make = environment_of(spec.row, self.environments)
         if isinstance(make, AgentLoop):
             loop_sampling = self._with_stops(spec.sampling) if make.needs_tools else spec.sampling

@@ -22,6 +22,7 @@ REPLAY, FSDP = "actor_rollout_ref.actor.router_replay.mode", "actor_rollout_ref.
 ROUTES = f"{ROLLOUT}.enable_rollout_routing_replay"
 PER_TOKEN = "num_experts_per_tok"
 IMAGES, TAKES_PICTURES = f"{ROLLOUT}.limit_images", "mm_device_do_normalize"  # an argument of vLLM since it takes them
+EPISODE_PICTURES = 16  # the most in a context of several turns, unless it is set
 COLLECTS_ROUTES = "aux_output_config"  # an argument of vLLM since it returns the experts of every layer
 MODE, BOUND, OVER = f"{V1}.trainer_mode", f"{V1}.sampler.max_off_policy_threshold", f"{ROLLOUT}.over_sample_rate"
 

@@ -96,10 +96,16 @@ def kit_of(tokenizer: Qwen2Tokenizer) -> Callable[..., EpisodeTools]:
     """Make what the sessions of an endpoint share, with these limits."""
 
     def make(
-        prompt: int = 2000, response: int = 4000, context: int = 6000, *, tokenizer: Any = tokenizer, **limits: Any
+        prompt: int = 2000,
+        response: int = 4000,
+        context: int = 6000,
+        *,
+        tokenizer: Any = tokenizer,
+        reader: Any = None,
+        **limits: Any,
     ) -> EpisodeTools:
         bounds = EpisodeLimits(prompt, response, context, **limits)
-        return EpisodeTools.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes")
+        return EpisodeTools.of(tokenizer, [tokenizer.eos_token_id], bounds, format="hermes", reader=reader)
 
     return make
 

@@ -318,7 +318,7 @@ def key_of(taken: httpx.Response) -> dict[str, Any]:
 
 
 async def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, online):
-    rows = [{"turns": 2, "reward": 0.5, "array": np.arange(3)}, {"turns": 1, "reward": 1.0}]
+    rows = [{"turns": 2, "reward": 0.5, "array": np.arange(3)}, {"turns": 1, "reward": 1.0, "file": b"\xff"}]
 
     async def outside(client: httpx.AsyncClient) -> dict[str, Any]:
         taken = await client.post("/rl/start_session", headers=OWNER)
@@ -336,6 +336,7 @@ async def test_agents_outside_the_run_take_its_episodes_and_end_them(tokenizer, 
             none_left = await client.post("/rl/start_session", headers=OWNER)
     assert [(one.reward, len(one.turns), one.fault) for one in found] == [(0.5, 2, None), (1.0, 1, None)]
     assert [one["row"].get("array") for one in ended] == [[0, 1, 2], None] and ended[0]["row"]["messages"] == MESSAGES
+    assert ended[1]["row"]["file"] == "_w=="  # in base64
     assert (refused.status_code, none_left.status_code, none_left.json()["error"]["code"]) == (401, 429, "no_episode")
 
 

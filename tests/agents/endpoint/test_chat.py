@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -16,10 +16,15 @@ import pytest
 from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from hybridrl import chat
+from hybridrl.agents.endpoint import local
+from hybridrl.agents.environments.episode_loop import EpisodeTools
+from hybridrl.config.schema import ModelConfig, RolloutConfig
+from hybridrl.core.pictures import NO_PIXELS, Pixels, digest_of
 from hybridrl.core.rollout import Completion, Request
 from hybridrl.required import required
 from hybridrl.tracking.console import console
 from tests.agents.endpoint.conftest import completion_of
+from tests.vision_models import noise_picture, write_model_that_sees
 
 CTRL_C = "^C"  # ends a line that is typed, or a response that is sampled
 
@@ -33,6 +38,7 @@ class ScriptedEngine:
     texts: list[str]
     prompts: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    pixels: list[list[int]] = field(default_factory=list)  # the digests of those that it was sent
     shown: list[str] = field(default_factory=list)
     interruptions: int = 0
     dead: str = ""
@@ -55,7 +61,8 @@ class ScriptedEngine:
     async def interrupt(self) -> None:
         self.interruptions += 1
 
-    async def generate(self, request: Request) -> Completion:
+    async def generate(self, request: Request, pixels: Mapping[int, Pixels] = NO_PIXELS) -> Completion:
+        self.pixels.append([*map(digest_of, pixels.values())])
         self.prompts.append(self.tokenizer.decode(request.prompt_ids))
         self.requests.append(request)
         text = self.texts.pop(0)
@@ -100,10 +107,16 @@ def talk(tiny, monkeypatch, capsys) -> Callable[..., Result]:
     """Run the command on a model with scripted responses."""
 
     def run(
-        *arguments: str, texts: tuple[str, ...] = (), lines: str = "", terminal: bool = False, **engine: str
+        *arguments: str,
+        texts: tuple[str, ...] = (),
+        lines: str = "",
+        terminal: bool = False,
+        sees: bool = False,
+        **engine: str,
     ) -> Result:
         words = arguments if arguments and not arguments[0].startswith("-") else (str(tiny), *arguments)
-        scripted = ScriptedEngine(AutoTokenizer.from_pretrained(tiny), [*texts], **engine)
+        place = words[0] if sees else tiny
+        scripted = ScriptedEngine(AutoTokenizer.from_pretrained(place), [*texts], **engine)
         entry = SimpleNamespace(build=lambda *_: scripted)
         monkeypatch.setattr(chat, "prepare", lambda *_: (entry, "cpu"))
         monkeypatch.setattr(Input, "terminal", terminal)
@@ -201,6 +214,62 @@ def test_what_libraries_print_is_shown_only_with_the_failure_that_it_explains(ta
 def test_what_libraries_print_is_shown_if_their_level_is_set(talk, monkeypatch):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     assert "old to sys.stderr" in talk("--prompt", "1+2", texts=("#### 3",), noise="Warning: old").errors
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees, and a picture of two tokens in its folder."""
+    model = write_model_that_sees(tmp_path_factory.mktemp("seeing"))
+    noise_picture(64, 32).save(model / "a.png")
+    return model
+
+
+def test_images_are_in_the_first_message_of_each_conversation(talk, seeing):
+    picture, other = str(seeing / "a.png"), str(seeing / "b.png")
+    noise_picture(32, 32, 1).save(other)
+    images = ("--image", picture, "--image", other)
+    result = talk(str(seeing), *images, texts=("3", "7", "9"), lines="1+2\n3+4\n/reset\n4+5\n", sees=True)
+    assert (result.status, result.output) == (0, "3\n7\n9\n"), result.errors
+    pad = "<|image_pad|>"
+    shown = f"<|vision_start|>{pad * 2}<|vision_end|><|vision_start|>{pad}<|vision_end|>"
+    first, second, third = result.engine.prompts
+    assert f"user\n{shown}1+2<|im_end|>" in first and second.startswith(f"{first}3") and second.count(pad) == 3
+    assert third == first.replace("1+2", "4+5")
+    digests = [digest for digest, _ in result.engine.requests[0].pictures]
+    assert len({*digests}) == 2 and result.engine.pixels == [digests] * 3
+
+
+def test_a_prompt_has_its_image_and_without_one_the_engine_has_no_tower(talk, seeing, monkeypatch):
+    started, make = [], local.make_kit
+
+    def make_kit(model: ModelConfig, rollout: RolloutConfig) -> EpisodeTools:
+        started.append((rollout.limit_images, rollout.engine_kwargs.vllm))
+        return make(model, rollout)
+
+    monkeypatch.setattr(local, "make_kit", make_kit)
+    asked = talk(str(seeing), "--image", str(seeing / "a.png"), "--prompt", "What?", texts=("3",), sees=True)
+    assert (asked.output, len(asked.engine.pixels[0])) == ("3\n", 1)
+    assert talk(str(seeing), "--prompt", "What?", texts=("3",), sees=True).engine.pixels == [[]]
+    # vLLM's processor of pictures needs a tokenizer, which takes seconds otherwise.
+    assert [(limit, arguments["skip_tokenizer_init"]) for limit, arguments in started] == [(None, False), (0, True)]
+
+
+@pytest.mark.parametrize(
+    ("image", "more", "cause"),
+    [
+        ("none.png", (), "--image {here}/none.png: there is no file"),
+        ("config.json", (), "config.json: not a picture of PNG, JPEG, WebP, GIF or BMP; name a file of"),
+        ("a.png", ("rollout.limit_images=0",), "--image: 1 pictures, and the model with its engine reads 0"),
+        ("tiny", (), "--image: 1 pictures, and the model with its engine reads 0; name a model that sees"),
+        ("large.png", (), "--image: 512 x 1 pixels"),
+    ],
+)
+def test_an_image_that_cannot_be_shown_is_rejected_before_the_engine_starts(talk, tiny, seeing, image, more, cause):
+    noise_picture(512, 1).save(seeing / "large.png")
+    model, file = (tiny, seeing / "a.png") if image == "tiny" else (seeing, seeing / image)
+    result = talk(str(model), "--image", str(file), *more, dead="it was started", texts=("3",), lines="1+2\n")
+    assert (result.status, result.output) == (2, "")
+    assert cause.format(here=seeing) in result.errors
 
 
 def made_run(directory: Path, *folders: str) -> Path:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from hybridrl.agents.endpoint.sessions import AgentSessions
 from hybridrl.config import ConfigError
 from hybridrl.core.rollout import Completion, Request
 from tests.agents.endpoint.conftest import Script
+from tests.vision_models import noise_picture, write_model_that_sees
 
 ROOT = Path(__file__).parents[3]
 READY_SECONDS = 180
@@ -215,3 +217,37 @@ def wait_for(log: Path, pattern: str, process: subprocess.Popen) -> str:
         assert process.poll() is None, log.read_text()
         time.sleep(0.5)
     raise AssertionError(log.read_text())
+
+
+def kit_of_served(model: Path, *keys: str):
+    _, section = serve.read_arguments([f"model.path={model}", *keys])
+    return local.make_kit(section.model, section.rollout), section.rollout
+
+
+def test_a_model_that_sees_is_served_with_pictures_as_its_engine_makes_them(tmp_path):
+    model = write_model_that_sees(tmp_path)
+    picture = BytesIO()
+    noise_picture(128, 96).save(picture, "PNG")
+
+    def tokens(*keys: str) -> tuple[int | None, int | None, int]:
+        kit, rollout = kit_of_served(model, *keys)
+        shown = kit.reader and kit.reader.shown(picture.getvalue()).tokens
+        return shown, rollout.limit_images, kit.limits.pictures
+
+    assert tokens() == (12, 16, 16)  # of 32 x 32 pixels each
+    assert tokens("rollout.limit_images=3") == (12, 3, 3)
+    assert tokens("rollout.limit_images=0") == (None, 0, 0)
+    assert tokens("rollout.engine_kwargs.vllm.mm_processor_kwargs={max_pixels: 4096}")[0] == 2
+    with pytest.raises(ConfigError, match=r"vllm.mm_processor_kwargs.max_pixel: .* did you mean max_pixels"):
+        tokens("rollout.engine_kwargs.vllm.mm_processor_kwargs={max_pixel: 4096}")
+    (model / "preprocessor_config.json").unlink()
+    assert tokens() == (None, 0, 0)  # it is served for text
+    with pytest.raises(ConfigError, match=r"limit_images=2: .*the model's processor of pictures cannot be loaded"):
+        tokens("rollout.limit_images=2")
+
+
+def test_a_model_of_text_is_served_without_pictures(tiny):
+    kit, rollout = kit_of_served(tiny)
+    assert (kit.reader, kit.limits.pictures, rollout.limit_images) == (None, 0, 0)
+    with pytest.raises(ConfigError, match="limit_images=2: models of type qwen2 get text only"):
+        kit_of_served(tiny, "rollout.limit_images=2")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fastapi import HTTPException
 
-from hybridrl.agents.endpoint.requests import as_rendered
+from hybridrl.agents.endpoint.messages import as_rendered
 from hybridrl.agents.endpoint.sessions import Session
 from hybridrl.core.carried import Encoded
 from tests.agents.endpoint.conftest import completion_of
