@@ -11,6 +11,7 @@ from hybridrl.agents.environments import (
     ToolCall,
     ToolError,
 )
+from hybridrl.agents.environments.user_code import ToolResult
 
 __all__ = [
     "CallRecord",
@@ -22,4 +23,5 @@ __all__ = [
     "Step",
     "ToolCall",
     "ToolError",
+    "ToolResult",
 ]

@@ -252,8 +252,8 @@ def _taught(batch: Batch, rows: Sequence[int], teachers: Sequence[str]) -> list[
 
 
 def work_with_pictures(batch: Batch, placeholder: int, weight: float) -> np.ndarray:
-    """Return the work of each row in tokens: one of a picture is computed by the tower too, which takes `weight`
-    times what the language model takes."""
+    """Return the work of each row in tokens. The tower takes `weight` times what the language model takes for a token
+    of a picture."""
     parts = (batch.prompt_ids, batch.prompt_lengths), (batch.response_ids, batch.response_lengths)
     pictured = sum(_count(ids.numpy() == placeholder, lengths.numpy()) for ids, lengths in parts)
     return batch.lengths.numpy() + np.rint(weight * pictured).astype(np.int64)
