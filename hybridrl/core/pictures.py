@@ -10,7 +10,7 @@ travels with a row or a request names it, and the pixels are stored once per mac
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from threading import Lock
 from types import MappingProxyType
@@ -54,6 +54,11 @@ class Picture:
     pixels: Any  # what the store's `put` returned for them
     preview: Preview | None = None
     size: int = 0  # bytes of its pixels
+
+
+def without_pixels(picture: Picture) -> Picture:
+    """Return the picture by its name alone."""
+    return replace(picture, pixels=None)
 
 
 class PictureStore:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from hybridrl.core.rollout.client import ServerHandle
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.data.pictures import PictureFault, in_threads
 from hybridrl.data.processor import PictureReader, picture_reader
+from hybridrl.data.prompt import in_parts
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.evaluation.config import with_model
@@ -321,21 +323,22 @@ def sample_here(
     """Sample and score responses with the engines of a runner; call `keep` with each sample that has its score."""
     planned = {("", item.question.number, item.sample): item for item in missing}
     prompts = {item.question.number: item.question.prompt for item in missing}
-    if reader is not None:
-        prompts = dict(zip(prompts, in_threads(partial(_with_pixels, reader), prompts.values()), strict=True))
-    requests = [
-        EpisodeRequest(
-            prompts[question.number], question.number, question.number, item.sample, question.seed_key, item.sampling
-        )
-        for item in missing
-        for question in [item.question]
-    ]
-    began = time.monotonic()
+    readable = prompts.values() if reader is None else in_threads(partial(_with_pixels, reader), prompts.values())
+    numbers, began = iter(prompts), time.monotonic()
 
     def finished(episode: Episode) -> None:
         keep(episode_sample(planned[episode.key], episode, time.monotonic() - began))
 
-    runner.run_requests(requests, finished=finished)
+    for part in in_parts(readable):
+        together = dict(zip(islice(numbers, len(part)), part, strict=True))
+        requests = [
+            EpisodeRequest(together[number], number, number, item.sample, question.seed_key, item.sampling)
+            for item in missing
+            for question, number in [(item.question, item.question.number)]
+            if number in together
+        ]
+        runner.run_requests(requests, finished=finished)
+        del part, together, requests  # whose pixels would else be in memory with those of the next part
 
 
 def _with_pixels(reader: PictureReader, prompt: Prompt) -> Prompt:

@@ -123,13 +123,14 @@ class SamplePool:
 
     def _images(self, record: SampleRecord) -> list[str]:
         """Return the names of a sample's pictures for which the page has a place."""
-        files = [record.folder / image["file"] for image in record.episode.get("images", ()) if image.get("file")]
-        for path in files[:OF_SAMPLE]:
+        images = [image for image in record.episode.get("images", ()) if image.get("file")]
+        files = [record.folder / image["file"] for image in images[:OF_SAMPLE]]
+        for path in files:
             if path.stem not in self._pictures and len(self._pictures) < OF_PAGE and path.is_file():
                 with suppress(OSError), path.open("rb") as file:
                     data = base64.b64encode(file.read(PICTURE_BYTES)).decode()
                     self._pictures[path.stem] = f"data:image/jpeg;base64,{data}"
-        return [path.stem for path in files[:OF_SAMPLE] if path.stem in self._pictures]
+        return [path.stem for path in files if path.stem in self._pictures]
 
     def _group(self, shown: Shown) -> int:
         number = self.groups.get(id(shown.group))

@@ -11,6 +11,7 @@ from hybridrl.core.experience.collector import Devices, Rate
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode
 from hybridrl.core.rollout import Sampling
+from hybridrl.data.prompt import in_parts
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.rewards.score import FaultGuard, diagnosis
 
@@ -38,9 +39,14 @@ class Evaluator:
         Faults of the grader are treated as in training, and counted separately.
         """
         self.engine.to_rollout(version=step)
-        prompts = list(self.prompts)
-        rows = [prompt.row for prompt in prompts]
-        samples, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, rows, stream="validation")
+        samples: list[Episode] = []
+        seconds = 0.0
+        for prompts in in_parts(self.prompts):
+            rows = [prompt.row for prompt in prompts]
+            run, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, rows, stream="validation")
+            samples += [episode.without_pixels() for episode in run]
+            seconds += sum(timings.values())
+            del prompts, run  # whose pixels would else be in memory with those of the next part
         if self.rate is not None:
             self.engine.to_training()
             samples = self.rate(samples)
@@ -54,7 +60,7 @@ class Evaluator:
         for source in {sample.prompt.data_source for sample in samples}:
             of_source = self.runner.metrics([sample for sample in samples if sample.prompt.data_source == source])
             metrics |= {f"val-aux/{source}/{name}": value for name, value in of_source.items()}
-        return samples, metrics | {"timing_s/testing": sum(timings.values())}
+        return samples, metrics | {"timing_s/testing": seconds}
 
 
 def validation_metrics(samples: Sequence[Episode], count: int) -> dict[str, float]:

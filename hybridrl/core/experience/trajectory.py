@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridrl.core.carried import Encoded, Fields, declared, joined
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.pictures import Picture
+from hybridrl.core.pictures import Picture, without_pixels
 from hybridrl.core.rollout import Completion, Goal, Request, Sampling
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score, ScoringRequest
@@ -164,6 +164,16 @@ class Episode:
     @property
     def key(self) -> EpisodeKey:
         return self.stream, self.position, self.sample
+
+    def without_pixels(self) -> "Episode":
+        """Return the episode of pictures whose pixels are not needed any more."""
+        prompt, trajectory = self.prompt, self.trajectory
+        if not (prompt.pictures or trajectory.pictures):
+            return self
+        of_prompt, further = (tuple(map(without_pixels, each.pictures)) for each in (prompt, trajectory))
+        return replace(
+            self, prompt=replace(prompt, pictures=of_prompt), trajectory=replace(trajectory, pictures=further)
+        )
 
     @property
     def truncated(self) -> bool:

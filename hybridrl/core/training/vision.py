@@ -79,16 +79,16 @@ class Grid:
 
     def tower(self, base: Any, grids: Tensor) -> dict[str, Any]:
         tower, size = base.visual, base.config.vision_config.spatial_merge_size
-        found: dict[str, Any] = {"position_ids": vision_utils.get_vision_position_ids(grids, size)}
-        found |= _boundaries("seq", vision_utils.get_vision_cu_seqlens(grids))
+        arguments: dict[str, Any] = {"position_ids": vision_utils.get_vision_position_ids(grids, size)}
+        arguments |= _boundaries("seq", vision_utils.get_vision_cu_seqlens(grids))
         if (side := getattr(tower, "num_grid_per_side", None)) is not None:
             options = tower.interpolation_mode, tower.interpolation_align_corners, size
             weighted = vision_utils.get_vision_interpolation_indices_and_weights(grids, side, *options)
-            found |= dict(zip(("interp_indices", "interp_weights"), weighted, strict=True))
+            arguments |= dict(zip(("interp_indices", "interp_weights"), weighted, strict=True))
         if (window := getattr(tower, "window_size", None)) is not None:
             index, ends = vision_utils.get_vision_window_index(grids, size, window, tower.patch_size)
-            found |= {"window_index": index, **_boundaries("window_seq", ends)}
-        return found
+            arguments |= {"window_index": index, **_boundaries("window_seq", ends)}
+        return arguments
 
     def features(self, base: Any, inputs: PictureInputs) -> dict[str, Any]:
         pixels, arguments = inputs.pixels.type(base.visual.dtype), {"grid_thw": inputs.grids, **inputs.tower}

@@ -4,10 +4,12 @@ import asyncio
 import base64
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from io import BytesIO
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -296,6 +298,16 @@ async def test_blocks_of_messages_are_rejected_by_their_place(seeing, where):
     assert f"{place}: Value error, {NOT_READ}" in str(failure.value)
 
 
+async def test_a_failed_result_with_a_picture_begins_as_those_of_environments_do(seeing, reader):
+    body = messages_body(url(encoded(FIRST)), url(encoded(SECOND)))
+    body["messages"][2]["content"][0]["is_error"] = True
+    async with seeing(["yes"]) as served, httpx.AsyncClient(base_url=served.address) as http:
+        reply = await http.post(MESSAGES, json=body)
+    assert reply.status_code == 200, reply.text
+    failed = {"role": "tool", "content": [text("Error: "), *SHOWN[2]["content"]]}
+    assert served.script.prompts == [ids_of(reader, [*SHOWN[:2], failed], FIRST, SECOND)]
+
+
 async def test_a_context_with_more_pictures_than_an_engine_takes_ends_the_episode_as_a_full_one(seeing):
     pictures = [part(url(encoded(noise_picture(32, 32, seed)))) for seed in range(5)]
     async with seeing(["yes"]) as served:
@@ -421,3 +433,35 @@ def test_data_urls_name_the_format_of_the_file(form, kind):
     data = encoded(FIRST, form)
     (message,) = with_data_urls([user({"type": "image"}, text("a"))], [data])
     assert message == user(part(url(data, f"image/{kind}")), text("a"))
+
+
+def changed(body: Any, chance: Random) -> Any:
+    """Return a body in which up to three values are others, missing, or in a field more."""
+    good = url(encoded(FIRST))
+    others = [None, "", 5, [], {}, [None], good, "http://a/b.png", {"url": good}, {"url": None}, 2**70, "tool", "image"]
+    others += [part(good), [part(good)], {"type": "image", "digest": 5}, {"type": "base64", "data": "aa"}, text("a")]
+    fields = ("image_url", "source", "digest", "text", "type", "content", "image", "bytes", "path", "role", "detail")
+    body = deepcopy(body)
+    for _ in range(chance.randint(1, 3)):
+        inner = [body]
+        for one in inner:
+            found = one.values() if isinstance(one, dict) else one
+            inner += [value for value in found if isinstance(value, dict | list) and value]
+        place, other = chance.choice(inner), deepcopy(chance.choice(others))
+        if isinstance(place, list):
+            place[chance.randrange(len(place))] = other
+        else:
+            place[chance.choice([*place, chance.choice(fields)])] = other
+    return body
+
+
+async def test_changed_requests_are_answered_or_rejected_and_never_fail(seeing):
+    chance, statuses = Random(0), Counter[int]()
+    async with seeing(lambda _: "yes") as served, httpx.AsyncClient(base_url=served.address, timeout=60) as http:
+        for number in range(150):
+            route = [*BODIES][number % 3]
+            body = changed(BODIES[route](url(encoded(FIRST)), url(encoded(SECOND))), chance)
+            reply = await http.post(route, json=body)
+            statuses[reply.status_code] += 1
+            assert reply.status_code in (200, 400), f"{body!s:.2000} {reply.text}"
+    assert min(statuses.values()) > 15

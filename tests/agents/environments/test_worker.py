@@ -156,7 +156,7 @@ def test_an_agent_that_ignores_the_fault_of_its_request_is_excluded_too(tokenize
     class Runner:
         concurrency = None
 
-        async def run(self, policy, messages, row) -> Trajectory:
+        async def run(self, policy, messages, row, *_) -> Trajectory:
             try:
                 await policy.generate(Encoded([1, 2]), stop=[""])
             except RequestFault:
@@ -175,7 +175,7 @@ def test_what_an_agent_sends_reaches_the_driver_as_plain_values(tokenizer, tmp_p
     class Runner:
         concurrency = None
 
-        async def run(self, policy, messages, row) -> Trajectory:
+        async def run(self, policy, messages, row, *_) -> Trajectory:
             await policy.generate(Encoded([Number(1), np.int32(2)]), max_tokens=Number(5), stop=[Text("end")])
             return Trajectory([], "completed", text="")
 

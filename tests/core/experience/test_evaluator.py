@@ -1,4 +1,7 @@
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -8,7 +11,9 @@ import pytest
 from hybridrl.config.schema_parts import ValidationSamplingConfig
 from hybridrl.core.experience.evaluator import Evaluator, validation_metrics
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
+from hybridrl.core.pictures import PictureStore
 from hybridrl.core.rollout import Sampling
+from hybridrl.data.prompt import in_parts
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import FaultGuard, Score
 from hybridrl.tracking.sink import is_validation_score
@@ -230,3 +235,28 @@ def test_validation_has_a_separate_temperature_whatever_do_sample_is() -> None:
     chosen = ValidationSamplingConfig(n=1, do_sample=False, temperature=0.6, top_p=0.9, top_k=5)
     sampling = Sampling.of_validation(SimpleNamespace(val_kwargs=chosen, response_length=7, stop=["a"]), (2,))
     assert sampling == Sampling(max_tokens=7, stop_ids=(2,), temperature=0.6, top_p=0.9, top_k=5, stop=("a",))
+
+
+def test_pictures_of_a_validation_are_in_memory_for_a_part_of_its_prompts_only(monkeypatch) -> None:
+    store, alive = PictureStore(), []
+    blank = episodes([scored(1.0)])[0].prompt
+
+    def prompts() -> Iterator[Prompt]:
+        for number in range(6):  # of 100 bytes each
+            picture = store.add({"pixels": np.full(100, number, np.uint8)}, 4)
+            yield replace(blank, row=number, pictures=(picture,))
+
+    class Parts(Runner):
+        def run(self, prompts, count, sampling, positions, stream):
+            gc.collect()
+            alive.append(len(store._held))
+            run = [replace(self.samples[0], prompt=prompt, position=prompt.row) for prompt in prompts]
+            return run, {"timing_s/gen": 1.0}
+
+    monkeypatch.setattr("hybridrl.core.experience.evaluator.in_parts", partial(in_parts, limit=200))
+    runner = Parts(episodes([scored(1.0)]))
+    samples, metrics = Evaluator(runner, prompts(), runner, Sampling(8, (0,)), 1, EXCLUDE).evaluate(0)
+    assert alive == [2, 2, 2]
+    assert [sample.position for sample in samples] == [*range(6)]
+    assert [sample.prompt.pictures[0].pixels for sample in samples] == [None] * 6
+    assert metrics["timing_s/testing"] == 3.0
