@@ -5,7 +5,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from hybridrl.config import values
 from hybridrl.config.values import Section, ValueFault
@@ -97,7 +97,9 @@ def scale(value: list[float]) -> ValueFault | None:
 
 def address(value: str) -> ValueFault | None:
     """A rule: the address of a server of chat completions."""
-    url, fix = urlsplit(value), "name the address before /chat/completions, such as http://127.0.0.1:8001/v1"
+    url, fix = SplitResult(*[""] * 5), "name the address before /chat/completions, such as http://127.0.0.1:8001/v1"
+    with suppress(ValueError):  # a host in half a pair of brackets
+        url = urlsplit(value)
     if url.scheme not in ("http", "https") or not url.hostname:
         return ValueFault("is not the address of a server", fix)
     return ValueFault("names one path too many", fix) if url.path.rstrip("/").endswith("/chat/completions") else None

@@ -166,7 +166,7 @@ class PairsConfig(Section):
 
 
 Curriculum = Annotated[Literal["off", "medium", "easy_first"], values.Means({"false": "off"})]  # off is false in YAML
-Scorer = Literal["gsm8k", "countdown", "multiple_choice", "search_qa", "math", "math_dapo", "code", "none"]
+Scorer = Literal["gsm8k", "countdown", "multiple_choice", "search_qa", "math", "math_dapo", "geo3k", "code", "none"]
 NO_SOURCE = "unknown"  # the data source of a row that names none; there is no built-in scorer for this name
 
 

@@ -9,12 +9,12 @@ travels with a row or a request names it, and the pixels are stored once per mac
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -43,6 +43,16 @@ class Preview:
     width: int
     height: int
     jpeg: bytes
+
+
+class WithPictures(Protocol):
+    """A prompt, as far as this file reads it."""
+
+    @property
+    def pictures(self) -> Sequence["Picture"]: ...
+
+
+T = TypeVar("T", bound=WithPictures)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +92,19 @@ class PictureStore:
     def handles(self, digests: Iterable[int]) -> dict[int, Any]:
         """Return the handles of the pixels of these pictures; KeyError if no prompt holds one of them."""
         return {digest: self._held[digest].pixels for digest in {*digests}}
+
+
+def in_parts(prompts: Iterable[T], limit: int = 4 << 30) -> Iterator[list[T]]:
+    """Yield prompts in parts, each of which ends once its `pictures` have `limit` bytes of pixels."""
+    part, size = [], 0
+    for prompt in prompts:
+        part.append(prompt)
+        size += sum(picture.size for picture in prompt.pictures)
+        if size >= limit:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
 
 
 def picture_metrics(of_prompts: Sequence[Sequence[Picture]], further: Iterable[Picture] = ()) -> dict[str, float]:

@@ -104,6 +104,7 @@ class Samples(Protocol):
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None: ...
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None: ...
     def record_diagnosis(self, step: int, *, show: bool) -> None: ...
+    def forget(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ class RLTask(Task):
         """Run one step of the algorithm; every line fills fields of the batch. Only `advantages` changes fields that
         are filled already: it masks rejected tokens, and subtracts a KL penalty from rewards."""
         algorithm, workers = self.algorithm, self.workers
+        self.sample_log.forget()
         collected = self.experience.collect(step)
         batch = workers.old_log_probs(collected.batch, algorithm, step)  # skipped where the update computes the same
         for signal in algorithm.signals:

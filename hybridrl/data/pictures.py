@@ -13,7 +13,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -32,6 +32,7 @@ MEDIA = ("videos", "audios")  # verl's columns for content that no model reads h
 FIELDS = ("bytes", "image", "image_url", "url", "path")  # an object's first one is the picture
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow runs programs for others, such as PostScript
 MOST_PIXELS = 64_000_000
+MOST_BYTES = 1 << 30  # a file is read whole
 PREVIEW = 192  # pixels of the longer side, at most
 CORES = len(os.sched_getaffinity(0))
 
@@ -92,12 +93,21 @@ def placed(messages: list[Message], column: Sequence[Any], key: str) -> tuple[li
                 pictures[f"part {len(parts) + 1} of message {number + 1}"] = own
                 parts.append({"type": "image"})
                 continue
-            pieces = [PLACE] if part.get("type", "text") in PARTS else [str(part.get("text"))]
-            for piece in re.split(f"({PLACE})", pieces[0]) if column or pieces == [PLACE] else pieces:
-                if piece == PLACE:
+            if unread := sorted(own.keys() & {*FIELDS}):
+                raise ValueError(
+                    f"a part of type text in message {number + 1} has {', '.join(unread)}: give it type image"
+                )
+            text = str(part.get("text"))
+            pieces: list[str | None] = [text]
+            if part.get("type", "text") in PARTS:
+                pieces = [None]
+            elif column:
+                pieces = [None if piece == PLACE else piece for piece in re.split(f"({PLACE})", text)]
+            for piece in pieces:
+                if piece is None:
                     pictures[f"{key}[{places}]"] = column[places] if places < len(column) else None
                     places += 1
-                parts += [{"type": "image"} if piece == PLACE else {"type": "text", "text": piece}] if piece else []
+                parts += [{"type": "image"}] if piece is None else [{"type": "text", "text": piece}] if piece else []
         texts_only = all(part["type"] == "text" for part in parts)
         changed.append(message if texts_only else {**message, "content": parts})
     if places != len(column):
@@ -155,11 +165,11 @@ def _data_url(encoded: Encoded) -> str:
 def _of_text(text: str, folder: Path) -> Encoded:
     if text[:5].lower() == "data:":
         return of_data_url(text)
-    scheme = urlsplit(text).scheme.lower() if "://" in text[:16] else ""
-    if scheme not in ("", "file"):
+    url = re.match(r"([a-z][a-z\d+.-]*)://[^/]*", text, re.IGNORECASE)  # urlsplit raises for some texts
+    if url and url[1].lower() != "file":
         fix = "download it, and name the file"
         raise PictureFault(f"{text!r:.80} is not on this machine, and a run does not depend on a network: {fix}")
-    text = unquote(urlsplit(text).path) if scheme else text
+    text = unquote(text[url.end() :]) if url else text
     near, here = folder / text, Path(text).absolute()
     return here if _is_file(here) and not _is_file(near) else near
 
@@ -197,9 +207,13 @@ def as_png(picture: Image.Image | np.ndarray) -> bytes:
 
 def content(encoded: Encoded) -> bytes:
     """Return the bytes of a file of a picture. Raises PictureFault."""
-    if isinstance(encoded, Path) and not _is_file(encoded):
+    if isinstance(encoded, bytes):
+        return encoded
+    if not _is_file(encoded):
         raise PictureFault(f"there is no file {str(encoded)!r:.200}")
-    return _checked(encoded.read_bytes) if isinstance(encoded, Path) else encoded
+    if (size := _checked(encoded.stat).st_size) > MOST_BYTES:
+        raise PictureFault(f"its file has {size:,} bytes, and at most {MOST_BYTES:,} are read")
+    return _checked(encoded.read_bytes)
 
 
 def decoded(data: bytes) -> Image.Image:

@@ -1,6 +1,6 @@
 """One row of data -> a prompt, or everything that is wrong with the row."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,19 +42,6 @@ class Prompt:
     encoded: Mapping[str, Encoded] = field(default_factory=dict, compare=False, repr=False)
     pictures: tuple[Picture, ...] = field(default=(), compare=False)
     fault: str = field(default="", compare=False)
-
-
-def in_parts(prompts: Iterable[Prompt], limit: int = 4 << 30) -> Iterator[list[Prompt]]:
-    """Yield prompts in parts, each of which ends once its pictures have `limit` bytes of pixels."""
-    part, size = [], 0
-    for prompt in prompts:
-        part.append(prompt)
-        size += sum(picture.size for picture in prompt.pictures)
-        if size >= limit:
-            yield part
-            part, size = [], 0
-    if part:
-        yield part
 
 
 def parse_row(

@@ -25,24 +25,12 @@ from hybridrl.core.carried import PICTURE_DIGEST, TEACHER
 from hybridrl.core.pictures import digest_of, expanded
 from hybridrl.data.custom_dataset import custom_rows
 from hybridrl.data.formats import EPISODE_FIELDS, VERL, to_verl_format, with_objects
-from hybridrl.data.pictures import Encoded, PictureFault, T, content, decoded, in_threads
+from hybridrl.data.pictures import PLACE, Encoded, PictureFault, T, content, decoded, in_threads
 from hybridrl.data.processor import BLIND, THREADS, PictureReader, Seen
 from hybridrl.data.prompt import Prompt, parse_row
 from hybridrl.data.rows import DataRow, Faults, Rows, load_rows, report_overlong, with_progress
-from hybridrl.data.template_arguments import (
-    arguments_read,
-    check_template_arguments,
-    row_arguments,
-    unread_column,
-)
-from hybridrl.data.tokenizer import (
-    Chat,
-    TokenRows,
-    as_chat,
-    encode,
-    render,
-    truncate,
-)
+from hybridrl.data.template_arguments import arguments_read, check_template_arguments, row_arguments, unread_column
+from hybridrl.data.tokenizer import Chat, TokenRows, as_chat, encode, render, truncate
 from hybridrl.required import required
 
 logger = logging.getLogger(__name__)
@@ -359,7 +347,7 @@ def _check(
     """Collect the faults of all rows, and log their formats and unknown roles."""
     formats, roles, template = Counter[str](), Counter[str](), str(tokenizer.chat_template or "")
     sources, environments, fields, pictures = set[str](), set[str](), set[str](), TokenRows()
-    chats = with_tools = as_text = own_arguments = no_truth = 0
+    chats = with_tools = as_text = own_arguments = no_truth = marked = 0
     for row, prompt, seen in _parsed(with_progress(rows, len(rows), "checking"), parse, faults, reader and reader.seen):
         pictures.append([*chain.from_iterable(seen)])
         formats[to_verl_format(row.values, config.reward_fn_key)[0]] += 1
@@ -369,6 +357,7 @@ def _check(
         chats += not isinstance(prompt.messages, str)
         with_tools += bool(prompt.tools)
         no_truth += prompt.ground_truth is None
+        marked += reader is not None and not seen and PLACE in str(prompt.messages)
         own_arguments += bool(row_arguments(row.values, None))
         as_text += not isinstance(prompt.messages, str) and isinstance(row.values.get(config.prompt_key), str)
         roles.update({message["role"] for message in as_chat(prompt.messages)} - ROLES)
@@ -381,6 +370,10 @@ def _check(
         raise ConfigError(f"{key}: {chats} rows have chat messages, but the tokenizer has no chat template", fix=fix)
     if unread := unread_column(own_arguments, arguments_read(tokenizer)):
         logger.warning("%s: %s", key, unread)
+    if marked:
+        logger.warning(
+            "%s: %d rows have %s as text: no picture in data.image_key=%s", key, marked, PLACE, config.image_key
+        )
     notes = [f"{count} in {name} format" for name, count in formats.items() if name != VERL]
     notes += [f"{with_tools} with tools (data.tools_key={config.tools_key})"] if with_tools else []
     notes += [f"{sum(pictures.lengths > 0)} with pictures"] if len(pictures) and pictures.lengths.any() else []

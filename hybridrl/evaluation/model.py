@@ -25,13 +25,12 @@ from hybridrl.core.cluster import Group, RaySession
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode, EpisodeRequest
-from hybridrl.core.pictures import PictureStore
+from hybridrl.core.pictures import PictureStore, in_parts
 from hybridrl.core.rollout import RolloutClient, Sampling
 from hybridrl.core.rollout.client import ServerHandle
 from hybridrl.core.rollout.fleet import RolloutFleet
 from hybridrl.data.pictures import PictureFault, in_threads
 from hybridrl.data.processor import PictureReader, picture_reader
-from hybridrl.data.prompt import in_parts
 from hybridrl.data.prompts import Prompt, PromptDataset, Prompts, load_prompts, read_prompts
 from hybridrl.data.tokenizer import end_tokens
 from hybridrl.evaluation.config import with_model
@@ -338,7 +337,7 @@ def sample_here(
             if number in together
         ]
         runner.run_requests(requests, finished=finished)
-        del part, together, requests  # whose pixels would else be in memory with those of the next part
+        del part, together, requests  # else their pixels are in memory with those of the next part
 
 
 def _with_pixels(reader: PictureReader, prompt: Prompt) -> Prompt:

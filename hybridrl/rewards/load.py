@@ -44,6 +44,7 @@ _FUNCTIONS = {
     "search_qa": "short_answers:score_search_qa",
     "math": "math:compute_score",
     "math_dapo": "math:compute_dapo_score",
+    "geo3k": "math:compute_geometry_score",
     "code": "code:compute_score",
     "none": "short_answers:score_nothing",
 }
@@ -52,6 +53,7 @@ _SOURCES = {
     "gsm8k": ["openai/gsm8k", "gsm8k"],
     "math": ["lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "areal/math"],
     "math_dapo": ["math", "math_dapo", "math_dapo_reasoning"],
+    "geo3k": ["hiyouga/geometry3k"],
     "countdown": ["countdown"],
     "multiple_choice": ["multiple_choice"],
     "code": ["codecontests", "apps", "codeforces", "taco", "mbpp", "openai_humaneval", "areal/code"],

@@ -35,6 +35,7 @@ FORMS = {
     "gsm8k": "#### {}",
     "math": r"\boxed{{{}}}",
     "math_dapo": r"Answer: \boxed{{{}}}",
+    "geo3k": r"<think></think>\boxed{{{}}}",
     "multiple_choice": r"\boxed{{{}}}",
     "search_qa": "<answer>{}</answer>",
 }

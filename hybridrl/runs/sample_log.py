@@ -95,6 +95,10 @@ class SampleLog:
         if show:
             self.show(step, episodes)
 
+    def forget(self) -> None:
+        """Free the samples of the last step: pixels are stored while an episode names them."""
+        self.last = None
+
     @staticmethod
     def show(step: int, episodes: Sequence[Episode]) -> None:
         """Print the samples of a few prompts."""

@@ -16,9 +16,10 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 
 import numpy as np
+from cases import CASES, Case
 from imposed import RESPONSES
 from side_by_side import Row, arguments, report
-from step import CASES, Case, configuration, impose
+from step import configuration, impose
 from warm_start import TOP
 
 from hybridrl.config import PPOConfig

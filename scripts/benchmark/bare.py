@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from child import serve
+from PIL import Image
 from torch.nn.utils import clip_grad_norm_
 
 from hybridrl.core.batch import Batch
@@ -19,6 +20,7 @@ from hybridrl.core.training.losses import LossConfig, policy_loss
 from hybridrl.core.training.model import HOST, blank_language_model
 from hybridrl.core.training.packing import pack_rows
 from hybridrl.core.training.planning import MiniBatch
+from hybridrl.core.training.vision import Vision
 from hybridrl.runtime.environment import worker_environment
 
 
@@ -43,6 +45,9 @@ class Generation:
 
         requests = json.loads(Path(file).read_text())
         prompts = [TokensPrompt(prompt_token_ids=request["prompt"]) for request in requests]
+        for prompt, request in zip(prompts, requests, strict=True):
+            if files := request.get("images"):
+                prompt["multi_modal_data"] = {"image": [Image.open(file) for file in files]}
         sampling = [
             SamplingParams(
                 max_tokens=request["max_tokens"],
@@ -93,12 +98,16 @@ class Updates:
     def __init__(self, file: str) -> None:
         settings = torch.load(file, weights_only=False)
         self.model = blank_language_model(settings["model"], torch.float32)
+        if (vision := settings.get("vision")) is not None:
+            self.model.vision = Vision(vision, self.model.model)
         fill(self.model.model, settings["model"].path, HOST)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), weight_decay=0.01, **settings["optimizer"])
         self.model.train()
 
     def update(self, file: str) -> dict[str, float]:
-        batch, mini_batches, loss = torch.load(file, weights_only=False)
+        batch, mini_batches, loss, pixels = torch.load(file, weights_only=False)
+        if vision := self.model.vision:
+            vision.fetch = lambda digests: [pixels[digest] for digest in digests]
         began, cpu = time.perf_counter(), _cpu()
         norms, losses = zip(*(self._mini_batch(batch, mini_batch, loss) for mini_batch in mini_batches), strict=True)
         return {
@@ -112,7 +121,10 @@ class Updates:
         total = 0.0
         for rows in mini_batch.micro_batches:
             part = batch.select(rows)
-            outputs = self.model(pack_rows(part, padded=False), loss.temperature, entropies=True)
+            inputs = pack_rows(part, padded=False)
+            if vision := self.model.vision:
+                inputs = vision.inputs(part, inputs)
+            outputs = self.model(inputs, loss.temperature, entropies=True)
             micro_batch_loss, _ = policy_loss(outputs, part, mini_batch.totals, loss)
             micro_batch_loss.backward()
             total += float(micro_batch_loss.detach())

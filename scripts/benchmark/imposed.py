@@ -40,12 +40,13 @@ class Responses:
         return self.lengths[request.prompt % self.prompts * self.samples + request.sample]
 
 
-# 25m: heavy-tailed as in reasoning; quickstart, pretrained: similar to what their models generate; tail: long
-# reasoning, in which few responses have most of the tokens; tiny: for --tiny, in any case.
+# 25m: heavy-tailed as in reasoning; quickstart, pretrained: similar to what their models generate; pictures: short;
+# tail: long reasoning, in which few responses have most of the tokens; tiny: for --tiny, in any case.
 RESPONSES = {
     "25m": Responses(16, 8, 90.0, 0.95, 512),
     "quickstart": Responses(32, 8, 28.0, 0.35, 64),
     "pretrained": Responses(16, 8, 5.0, 0.6, 16),
+    "pictures": Responses(32, 8, 12.0, 0.5, 32),
     "tail": Responses(32, 8, 60.0, 1.2, 2048),
     "tiny": Responses(4, 2, 8.0, 0.5, 16),
 }

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer as a side of step.py, in a separate environment; runs a step on request.
 
-python -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0 accelerate datasets
+python -m venv trl && trl/bin/pip install torch==2.13.0 trl==1.16.0 transformers==5.19.0 accelerate datasets torchvision
 """
 
 import argparse
@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
+    TrainerCallback,
+)
 
 
 class Imposed(LogitsProcessor):
@@ -61,8 +69,12 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> Any:
 
     setting = json.loads(arguments.setting.read_text())
     rows = [json.loads(line) for line in Path(setting["rows"]).read_text(encoding="utf-8").splitlines()]
-    data = Dataset.from_list([{"prompt": row["prompt"], **row["reward_model"]} for row in rows])
-    tokenizer = AutoTokenizer.from_pretrained(setting["model"], padding_side="left")
+    sees = "images" in rows[0]
+    data = Dataset.from_list([(_with_picture if sees else dict)(row) | row["reward_model"] for row in rows])
+    data = data.select_columns(["prompt", *rows[0]["reward_model"], *(["image"] if sees else [])])
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    reader = (AutoProcessor if sees else AutoTokenizer).from_pretrained(setting["model"], padding_side="left")
+    tokenizer = reader.tokenizer if sees else reader
     responses = setting["responses"]
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
@@ -92,15 +104,24 @@ def trainer(arguments: argparse.Namespace, peer: Peer) -> Any:
         optim="adamw_torch_fused",
     )
     grpo = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(setting["model"], dtype=torch.float32),
+        model=kind.from_pretrained(setting["model"], dtype=torch.float32),
         reward_funcs=lambda completion_ids, **_: [float(len(ids) % 7) for ids in completion_ids],
         args=config,
         train_dataset=data,
-        processing_class=tokenizer,
+        processing_class=reader,
         callbacks=[peer],
     )
     _impose(grpo, peer, responses["lengths"], tokenizer.eos_token_id)
     return grpo
+
+
+def _with_picture(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the prompt as parts, with the picture itself."""
+    from PIL import Image
+
+    ((file,), (message,)) = row["images"], row["prompt"]
+    parts = [{"type": "image"}, {"type": "text", "text": message["content"].removeprefix("<image>")}]
+    return {"prompt": [message | {"content": parts}], "image": Image.open(file)}
 
 
 def _impose(grpo: Any, peer: Peer, lengths: list[int], eos: int) -> None:

@@ -25,6 +25,7 @@ JUDGED = [f"{JUDGE}.base_url={URL}", f"{JUDGE}.model=critic"]
         (["reward.sandbox_fusion.url=http://localhost"], "remote sandboxes are not supported"),
         ([f"{JUDGE}.base_url={URL}"], r"the judge's model is not named.* curl http://127\.0\.0\.1:8001/v1/models"),
         ([f"{JUDGE}.base_url=127.0.0.1:8001"], "is not the address of a server.* such as http://127"),
+        ([f"{JUDGE}.base_url='http://[::1'"], "is not the address of a server"),
         ([f"{JUDGE}.base_url={URL}/chat/completions"], "names one path too many"),
         (
             [*JUDGED, f"{JUDGE}.template=rubrics"],

@@ -339,7 +339,10 @@ def rows(make_batch):
 
 def run_step(parts: RecordingStep, step: int = 3, **options) -> tuple[dict[str, float], list]:
     logged: list = []
-    sample_log = SimpleNamespace(training_samples=lambda step, samples, batch: logged.append((step, samples)))
+    sample_log = SimpleNamespace(
+        training_samples=lambda step, samples, batch: logged.append((step, samples)),
+        forget=lambda: logged.append("forgotten"),
+    )
     task = RLTask(parts, parts, None, parts, None, sample_log, **options)
     return task.train_step(step), logged
 
@@ -348,7 +351,7 @@ def test_a_step_collects_computes_log_probs_advantages_and_updates(rows):
     parts = RecordingStep(rows)
     metrics, logged = run_step(parts)
     assert parts.calls == [("collect", 3), "old_log_probs", "advantages", ("update", 3)]
-    assert logged == [(3, ["an episode"])]
+    assert logged == ["forgotten", (3, ["an episode"])]
     assert metrics["timing_s/gen"] == 1.0 and metrics["actor/grad_norm"] == 1.0 and metrics["critic/score/mean"] == 0.5
     assert metrics["training/rollout_probs_diff_max"] == 0.0
 

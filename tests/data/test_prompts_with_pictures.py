@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
@@ -21,13 +22,13 @@ from hybridrl.config.findings import ConfigError
 from hybridrl.config.schema import CustomDatasetConfig, DataConfig
 from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START
 from hybridrl.core.pictures import PictureStore, PixelRule, digest_of
-from hybridrl.data.pictures import decoded
-from hybridrl.data.processor import PictureReader, load_processor
+from hybridrl.data.pictures import PictureFault, decoded
+from hybridrl.data.processor import PictureReader, load_processor, save_readers
 from hybridrl.data.prompts import PromptDataset, load_prompts, read_responses
 from hybridrl.required import required
 from tests.data.conftest import OPTIONS
 from tests.sections import section_of
-from tests.vision_models import noise_picture, tokenizer_that_sees
+from tests.vision_models import noise_picture, reader_that_sees, tokenizer_that_sees
 
 SIZES = st.tuples(st.integers(1, 150), st.integers(1, 150))
 QUESTION = "<image>Find x. You FIRST think about the reasoning process as an internal monologue."
@@ -158,6 +159,22 @@ def test_a_processor_without_its_files_is_rejected(tmp_path):
         load_processor(str(tmp_path), tokenizer_that_sees(), {})
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_a_checkpoint_has_the_files_of_the_processor_and_loads_by_itself(tmp_path, name):
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    model.mkdir()
+    reader = reader_that_sees(model)
+    if name == "processor_config.json":  # as newer versions of transformers save it
+        reader.processor.save_pretrained(model)
+        (model / "preprocessor_config.json").unlink()
+    save_readers(reader.processor.tokenizer, str(model), str(saved))
+    assert (saved / name).read_bytes() == (model / name).read_bytes()
+    shutil.copyfile(model / "config.json", saved / "config.json")
+    shown = noise_picture(80, 50)
+    own = PictureReader(load_processor(str(saved), tokenizer_that_sees(), {}), PictureStore())
+    assert digest_of(own.pixels(shown)) == digest_of(reader.pixels(shown)) and own.rule == reader.rule
+
+
 # -- prompts -----------------------------------------------------------------------------------------------------------
 
 
@@ -277,9 +294,13 @@ def test_no_text_has_a_placeholder(rejection, bad, reason):
     assert f"rows.parquet, row 2: with its chat template {reason}" in rejection(row("fine"), bad)
 
 
-def test_without_a_column_image_is_a_word(load, reader):
+def test_without_a_column_image_is_a_word_and_a_warning_says_so(load, reader, caplog):
     (prompt,) = load(row("what does <image> mean?", []))
     assert "<image>" in reader.processor.tokenizer.decode(prompt.ids) and prompt.pictures == ()
+    assert "1 rows have <image> as text: no picture in data.image_key=images" in caplog.text
+    caplog.clear()
+    load(row("a"), row("<image>", [picture()]))
+    assert "as text" not in caplog.text
 
 
 def test_another_column_may_have_the_pictures(load):
@@ -368,6 +389,14 @@ def test_a_file_that_has_changed_is_a_fault_of_its_prompt(on_disk, change, reaso
     text, shown = prompts
     assert text.fault == "" and not text.pictures
     assert "rows.parquet, row 2: " in shown.fault and reason in shown.fault and shown.pictures == ()
+
+
+def test_pixels_that_were_freed_are_made_again_and_only_of_the_same_pictures(reader):
+    first, second = (png(noise_picture(80, 50, seed)) for seed in (0, 1))
+    digests = [digest_of(reader.pixels(decoded(file))) for file in (first, second)]
+    assert [shown.digest for shown in reader.again([first, second], digests)] == digests
+    with pytest.raises(PictureFault, match="a picture has changed since the rows were loaded"):
+        reader.again([second, first], digests)
 
 
 def test_pictures_are_read_ahead_up_to_a_limit_and_drawn_once(load, reader, monkeypatch):

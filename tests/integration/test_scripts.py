@@ -137,6 +137,9 @@ RUNS = {
             "greedy tokens: ",
         ]
     ),
+    "pictures": Tiny(
+        rows=["| most bytes in the object store, 4 x 8", "| pictures stored 2 steps later", "| bytes for its picture"]
+    ),
     "peak_memory": Tiny("--tiny sleep 1", ["peak memory "]),
     "pretrained": Tiny(
         "--tiny --out HERE/runs --docs HERE/docs/models.md",

@@ -1,8 +1,7 @@
-"""Rows of a user's pictures and questions, the reward, and the configurations of recipes/geo3k."""
+"""Rows of a user's pictures and questions, and the configurations of recipes/geo3k."""
 
 import csv
 import json
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,20 +79,6 @@ def test_a_question_may_name_the_places_of_several_pictures(make, tmp_path):
 )
 def test_a_question_that_makes_no_row_is_named(make, questions, error):
     assert error in str(make(questions))
-
-
-@pytest.mark.parametrize(
-    ("response", "score", "acc"),
-    [
-        ("<think>half</think> \\boxed{\\frac{1}{2}}", 1.0, 1.0),
-        ("\\boxed{0.5}", 0.9, 1.0),
-        ("<think>half</think> \\boxed{3}", 0.1, 0.0),
-        ("<think>half</think> 1/2", 0.0, 0.0),
-    ],
-)
-def test_the_reward_pays_for_the_value_in_the_box_and_a_little_for_the_form(response, score, acc):
-    result = runpy.run_path(str(RECIPE / "reward.py"))["compute_score"]("geometry", response, r"\frac{1}{2}")
-    assert (result["score"], result["acc"]) == (pytest.approx(score), acc)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ TRUTHS = {
     "gsm8k": "42",
     "lighteval/MATH": "\\frac{1}{2}",
     "math_dapo": "42",
+    "hiyouga/geometry3k": "42",
     "countdown": {"target": 24, "numbers": [1, 2, 3, 4]},
     "multiple_choice": "B",
     "searchR1_nq": {"target": ["Paris"]},

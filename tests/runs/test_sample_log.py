@@ -340,6 +340,17 @@ def test_a_batch_is_kept_with_the_pixels_of_its_pictures_or_the_reason_is_said(
     )
 
 
+def test_forgotten_samples_keep_no_pixels(tracker, batch):
+    store, log = PictureStore(), log_of(tracker)
+    digest = (picture := store.add({"pixel_values": np.zeros(1)}, 1)).digest
+    log.training_samples(1, [replace(RIGHT, prompt=replace(RIGHT.prompt, pictures=(picture,)))], batch)
+    del picture
+    assert digest in store.handles([digest])
+    log.forget()
+    with pytest.raises(KeyError):
+        store.handles([digest])
+
+
 def test_pictures_that_cannot_be_written_cost_no_step(tracker, batch, tmp_path, capsys):
     (tmp_path / "pictures").write_text("a file in the place of the directory")
     log_of(tracker, training_dir=str(tmp_path)).training_samples(3, [seeing(1)], batch)

@@ -99,7 +99,7 @@ class ConversationPictures:
         digest = part.get(DIGEST)
         if digest is None:
             digest = self.digest(content(located(part, Path())))
-        if digest not in self._named:
+        if not isinstance(digest, int) or digest not in self._named:
             raise PictureFault(f"there is no picture {digest!r:.40} in this conversation")
         return {"type": "image", DIGEST: digest}
 

@@ -12,13 +12,12 @@ from typing import Any
 
 from hybridrl.rewards.load import FAMILIES, compute_score, scorer_of
 from hybridrl.rewards.scorers import code
-from hybridrl.rewards.scorers.short_answers import last_tagged, normalised, score_search_qa
+from hybridrl.rewards.scorers.short_answers import last_tagged, normalised, score_search_qa, thinks_then_boxes
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _MARKED_NUMBER, _ANY_NUMBER = re.compile(r"#### (-?[0-9.,]+)"), re.compile(r"-?[0-9.,]+")
 _TAIL, _STRICT_TAIL = 300, 100  # characters that verl reads
 _ABSENT = "[INVALID]"
-_THOUGHT_THEN_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 _BRACE = re.compile(r"[{}]")
 _UNITS = [
     *("cents", "childrentickets", "cm", "degrees", "digits", "dollars", "edges", "feet", "gm"),
@@ -45,7 +44,7 @@ def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *_: Any, **options: Any
 ) -> float | dict[str, Any]:
     """Score by data_source: a dict for DAPO's data, else a number. NotImplementedError if there is no grader."""
-    scorer = "geo3k" if data_source == "hiyouga/geometry3k" else scorer_of(data_source)
+    scorer = scorer_of(data_source)
     if scorer is None:
         raise NotImplementedError(f"no reward is built in for data_source {data_source}")
     own = {"gsm8k": gsm8k_score, "math_dapo": dapo_score, "geo3k": geo3k_score}
@@ -143,11 +142,7 @@ def grade_answer(given_answer: str | None, ground_truth: str) -> bool:
 
 def geo3k_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
     accuracy = geo3k_accuracy(predict_str, ground_truth, use_boxed)
-    return (1 - format_score) * accuracy + format_score * geo3k_format(predict_str)
-
-
-def geo3k_format(predict_str: str) -> float:
-    return float(_THOUGHT_THEN_BOX.fullmatch(predict_str) is not None)
+    return (1 - format_score) * accuracy + format_score * thinks_then_boxes(predict_str)
 
 
 def geo3k_accuracy(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 from hybridrl.agents.environments.user_code import UserCodeError, contained
 from hybridrl.compat.verl import graders
 from hybridrl.config.custom_code import once
-from hybridrl.rewards.scorers.short_answers import last_tagged, normalised
+from hybridrl.rewards.scorers.short_answers import last_tagged, normalised, thinks_then_boxes
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ NAMES: dict[str, dict[str, Callable[..., Any] | None]] = {
     f"{_SCORE}.geo3k": {
         "acc_reward": graders.geo3k_accuracy,
         "compute_score": graders.geo3k_score,
-        "format_reward": graders.geo3k_format,
+        "format_reward": thinks_then_boxes,
     },
     f"{_SCORE}.search_r1_like_qa_em": {
         "compute_score": graders.search_score,

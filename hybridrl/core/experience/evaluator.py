@@ -10,8 +10,8 @@ import numpy as np
 from hybridrl.core.experience.collector import Devices, Rate
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.trajectory import Episode
+from hybridrl.core.pictures import in_parts
 from hybridrl.core.rollout import Sampling
-from hybridrl.data.prompt import in_parts
 from hybridrl.data.prompts import PromptDataset
 from hybridrl.rewards.score import FaultGuard, diagnosis
 
@@ -46,7 +46,7 @@ class Evaluator:
             run, timings = self.runner.run(prompts, self.samples_per_prompt, self.sampling, rows, stream="validation")
             samples += [episode.without_pixels() for episode in run]
             seconds += sum(timings.values())
-            del prompts, run  # whose pixels would else be in memory with those of the next part
+            del prompts, run  # else their pixels are in memory with those of the next part
         if self.rate is not None:
             self.engine.to_training()
             samples = self.rate(samples)

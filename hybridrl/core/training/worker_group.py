@@ -171,10 +171,14 @@ class TrainWorkers:
         """Share rows with all ranks, which keep the handles of the rows' pictures until other rows are shared."""
         digests = batch.carried.get(PICTURE_DIGEST)
         seen = frozenset(() if digests is None else digests.tolist())
-        if seen != self._seen:
-            self.group.broadcast(TrainWorker.see, self.handles(seen), timeout=control_limit(self.timeout))
-            self._seen = seen
+        self._see(seen)
         return self.group.share(batch)
+
+    def _see(self, digests: frozenset[int]) -> None:
+        """Give all ranks the handles of these pictures in place of those that they have."""
+        if digests != self._seen:
+            self.group.broadcast(TrainWorker.see, self.handles(digests), timeout=control_limit(self.timeout))
+            self._seen = digests
 
     def _scatter(
         self, method: Callable[..., Any], parts: list[tuple], shares: list[MicroBatches], batch: Batch, model: str
@@ -198,6 +202,7 @@ class TrainWorkers:
         if step < self.policy.first_update:
             return batch, metrics
         batch, policy_metrics = self.update_policy(batch, step)
+        self._see(frozenset())
         if self.policy.agreement is not None:
             self.policy.agreement.check(batch)
         return batch, metrics | policy_metrics

@@ -19,7 +19,7 @@ from sympy.core.evalf import PrecisionExhausted
 from sympy.core.relational import Relational
 
 from hybridrl.config import ConfigError
-from hybridrl.rewards.scorers.short_answers import last_answer_line, last_boxed
+from hybridrl.rewards.scorers.short_answers import last_answer_line, last_boxed, thinks_then_boxes
 
 # math-verify warns that no time limit is set.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -93,6 +93,12 @@ def compute_dapo_score(solution_str: str, ground_truth: Any, strict_box_verify: 
     result = boxed if strict_box_verify or line is None else last_boxed(line) or line.strip("*$ ").rstrip("*$. ")
     verdict = _verdict(result or "", is_equal(result or "", str(ground_truth)))
     return verdict | {"score": 1.0 if verdict["acc"] else -1.0}
+
+
+def compute_geometry_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    r"""Return 0.9 if the last \boxed{...} equals the ground truth, and 0.1 for the `form`: thoughts, then a box."""
+    verdict, form = compute_score(solution_str, ground_truth), thinks_then_boxes(solution_str)
+    return verdict | {"score": 0.9 * verdict["acc"] + 0.1 * form, "form": form}
 
 
 def _verdict(result: str, right: bool) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _OPERATIONS: dict[type, Any] = {
 _LETTER = re.compile(r"\W*(?:\\text\w*\{)?\W*([A-Za-z])(?![A-Za-z'])")  # B; (b); **B**; \text{B}; B. because
 _STATED_LETTER = re.compile(r"\b(?:answer|choice|option)\b(?: is|:|\s)*\W{0,4}([A-Za-z])\b", re.IGNORECASE)
 _SINGLE_LETTER = re.compile(r"\W*([A-Z])\W*")
+_THOUGHT_THEN_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MAX_TAGS = 10
@@ -192,6 +193,11 @@ def last_answer_line(text: str) -> str | None:
     line = next(filter(_WORD_CHARACTER.search, after.splitlines()), after.partition("\n")[0]).strip(" *")
     announces = line.endswith(":") or line.startswith(r"\begin")
     return (last_boxed(after) if announces else None) or line or None
+
+
+def thinks_then_boxes(predict_str: str) -> float:
+    """Return 1 if <think>...</think> begins the response and a box follows, else 0."""
+    return float(_THOUGHT_THEN_BOX.fullmatch(predict_str) is not None)
 
 
 def last_tagged(text: str) -> str | None:

@@ -214,6 +214,14 @@ def test_a_picture_that_cannot_be_read_is_a_fault_of_an_environment_and_a_text_o
     assert cause in trajectory.messages[2]["content"]
 
 
+@pytest.mark.parametrize("digest", [5, "5", [5]])
+def test_a_picture_of_another_conversation_is_a_fault(reader, digest):
+    other = {"type": "image", "digest": digest}
+    trajectory, _ = run(reader, Album({"turns": [[user(other)]]}, {}))
+    assert trajectory.fault == "environment", trajectory
+    assert f"there is no picture {digest!r} in this conversation" in trajectory.detail
+
+
 def test_results_of_tools_have_their_pictures_before_their_text(reader):
     tool = FunctionTool(lambda: ToolResult("seen", images=[noise_picture(32, 64)]), "look", LOOK)
     trajectory, policy = run(reader, ToolEnvironment([tool], multi_turn_of(), {}), texts=[CALL, "b"])

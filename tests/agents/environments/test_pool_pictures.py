@@ -14,7 +14,7 @@ from hybridrl.agents.environments.pool import EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.core.carried import PICTURE_DIGEST
 from hybridrl.core.cluster import RaySession
-from hybridrl.core.pictures import PictureStore, Pixels
+from hybridrl.core.pictures import PictureStore, Pixels, digest_of
 from tests.agents.environments.test_pool import SAMPLING, Sampler, run, specs
 from tests.agents.sections import environments_of
 from tests.vision_models import reader_that_sees
@@ -78,12 +78,15 @@ def test_each_picture_is_stored_once_and_as_long_as_an_episode_with_it(workers, 
     trajectories = run(workers, wanted, sampler, store=store)
     assert [(each.stop, each.fault, len(each.turns)) for each in trajectories] == [("completed", None, 10)] * 2
     assert len(puts) == 5
+    digests = [digest_of(pixels) for pixels in puts]
     for trajectory in trajectories:
         (row,) = trajectory.rows()
-        digests = row.carried[PICTURE_DIGEST].tolist()
-        assert digests[:4] == digests[5:] and len({*digests}) == 5
+        shown = row.carried[PICTURE_DIGEST].tolist()
+        assert shown[:4] == shown[5:] and {*shown} == {*digests}
         assert {picture.digest for picture in trajectory.pictures} == {*digests}
         assert store.handles(digests).keys() == {*digests}
     del trajectories, trajectory
     gc.collect()
-    assert not store._held
+    for digest in digests:
+        with pytest.raises(KeyError):
+            store.handles([digest])

@@ -68,6 +68,7 @@ class Workers(TrainWorkers):
     def __init__(self, before_update: bool) -> None:
         plan = SimpleNamespace(first_update=1, agreement=Agreement(0.2, "bfloat16"))
         self.policy, self.critic, self.before_update, self.updates = plan, None, before_update, 0
+        self._seen = frozenset()
 
     def needs_old_log_probs(self, batch: Batch) -> bool:
         return self.before_update

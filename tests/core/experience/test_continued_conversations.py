@@ -49,7 +49,8 @@ class Workers:
     def __init__(self, tokenizer: Any) -> None:
         worker = object.__new__(EpisodeWorker)  # without what its process needs
         ends = (tokenizer.eos_token_id,)
-        worker.begin(EpisodeSettings(lambda: tokenizer, environments_of(environment=ECHO), LIMITS, ends))
+        self.settings = EpisodeSettings(lambda: tokenizer, environments_of(environment=ECHO), LIMITS, ends)
+        worker.begin(self.settings)
         self.worker, self.actors, self.logs, self.starting = worker, [Remote(worker)], ["log"], set()
 
     def limit_of(self, actor: Any) -> float:

@@ -1,5 +1,6 @@
 import gc
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,9 +12,8 @@ import pytest
 from hybridrl.config.schema_parts import ValidationSamplingConfig
 from hybridrl.core.experience.evaluator import Evaluator, validation_metrics
 from hybridrl.core.experience.trajectory import Episode, Trajectory, Turn
-from hybridrl.core.pictures import PictureStore
+from hybridrl.core.pictures import PictureStore, digest_of, in_parts
 from hybridrl.core.rollout import Sampling
-from hybridrl.data.prompt import in_parts
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import FaultGuard, Score
 from hybridrl.tracking.sink import is_validation_score
@@ -241,15 +241,22 @@ def test_pictures_of_a_validation_are_in_memory_for_a_part_of_its_prompts_only(m
     store, alive = PictureStore(), []
     blank = episodes([scored(1.0)])[0].prompt
 
+    def pixels(number: int) -> dict[str, np.ndarray]:
+        return {"pixels": np.full(100, number, np.uint8)}
+
     def prompts() -> Iterator[Prompt]:
-        for number in range(6):  # of 100 bytes each
-            picture = store.add({"pixels": np.full(100, number, np.uint8)}, 4)
-            yield replace(blank, row=number, pictures=(picture,))
+        for number in range(6):
+            yield replace(blank, row=number, pictures=(store.add(pixels(number), 4),))
+
+    def is_stored(number: int) -> bool:
+        with suppress(KeyError):
+            return bool(store.handles([digest_of(pixels(number))]))
+        return False
 
     class Parts(Runner):
         def run(self, prompts, count, sampling, positions, stream):
             gc.collect()
-            alive.append(len(store._held))
+            alive.append(sum(map(is_stored, range(6))))
             run = [replace(self.samples[0], prompt=prompt, position=prompt.row) for prompt in prompts]
             return run, {"timing_s/gen": 1.0}
 

@@ -145,8 +145,12 @@ def test_a_response_to_another_picture_is_not_found(tmp_path):
     first.open(1, "w")
     first.add(seeing, completion)
     second.open(1, "w")
-    assert second.find(other) is None and second.find(request) is None
-    assert required(second.find(seeing)).completion.token_ids.tolist() == [0, 1, 2]
+    kept, loaded = ResponseStore(carries=True), ResponseStore(carries=True)
+    kept.add(seeing, completion)
+    loaded.load_state_dict(kept.state_dict([]))
+    for store in (second, loaded):
+        assert store.find(other) is None and store.find(request) is None
+        assert required(store.find(seeing)).completion.token_ids.tolist() == [0, 1, 2]
 
 
 def test_and_in_a_checkpoint_together_with_responses_that_have_none():

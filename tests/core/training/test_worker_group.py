@@ -11,9 +11,11 @@ from hybridrl.core.algorithms.algorithm import Signal, loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
 from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES
+from hybridrl.core.pictures import PixelRule
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
+from hybridrl.core.training.vision import VisionConfig
 from hybridrl.core.training.worker_group import PolicyPlan, RankPlan, SplitEpisodes, TrainWorkers
 from hybridrl.required import required
 
@@ -94,6 +96,37 @@ def test_the_share_of_pictures_that_towers_compute_is_known_from_the_micro_batch
     for rows, expected in ((seeing, {"pictures/computed_share": share}), (batch, {})):
         metrics, _ = workers.update_mini_batches(rows, [[0, 1, 2]], workers.policy.loss, step=1)
         assert {name: value for name, value in metrics.items() if name.startswith("pictures")} == expected
+
+
+def test_rows_with_pictures_weigh_as_much_as_their_tower(make_batch):
+    """Of four equal rows the first is a picture: with its tower it has more work than the three others together."""
+    batch = make_batch([4, 4, 4, 4], old_log_probs=torch.zeros(16))
+    carried = {PICTURES: torch.tensor([1, 0, 0, 0]), PICTURE_DIGEST: torch.tensor([5])}
+    seeing = replace(batch, carried={**carried, PICTURE_START: torch.zeros(1, dtype=torch.int32)})
+    seeing.response_ids[:4] = 9
+    for rows, together in ((seeing, [1, 3]), (batch, [2, 2])):
+        sent: list[Any] = []
+        workers = workers_of(Ranks(([{}], None), ([{}], None)))
+        workers.handles = lambda digests: {}
+        workers.group.broadcast = lambda *_, **__: None
+        workers.group.scatter = lambda _, parts, sent=sent, **__: sent.extend(parts) or [([{}], None)] * 2
+        vision = VisionConfig(PixelRule(), {}, [], placeholder=9, weight=50.0)
+        workers.models = {"actor": replace(workers.models["actor"], vision=vision)}
+        workers.update_mini_batches(rows, [[0, 1, 2, 3]], workers.policy.loss, step=1)
+        counts = [sum(map(len, mini_batches[0].micro_batches)) for _, mini_batches, *_ in sent]
+        assert sorted(counts) == together
+
+
+def test_after_the_updates_of_a_step_no_rank_keeps_the_handles_of_its_pictures(make_batch):
+    batch = make_batch([2, 2], old_log_probs=torch.zeros(4))
+    fields = {PICTURE_DIGEST: torch.tensor([5, 6]), PICTURE_START: torch.zeros(2, dtype=torch.int32)}
+    batch = replace(batch, carried={PICTURES: torch.tensor([1, 1]), **fields})
+    workers, sent = workers_of(Ranks(([{}], None), ([{}], None))), []
+    workers.models = {"actor": RankModel(None, None, BUDGET, reads=(PICTURES, *fields))}
+    workers.handles = lambda digests: dict.fromkeys(digests, "handle")
+    workers.group.broadcast = lambda _, handles, **__: sent.append({*handles})
+    workers.update(batch, step=1)
+    assert sent == [{5, 6}, set()]
 
 
 def test_a_signal_fills_its_rows_and_the_others_keep_their_values(make_batch):

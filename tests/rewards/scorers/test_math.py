@@ -1,6 +1,7 @@
 import pytest
 
 from hybridrl.config import ConfigError
+from hybridrl.rewards import load as scorers
 from hybridrl.rewards.scorers.math import compute_dapo_score as dapo_score
 from hybridrl.rewards.scorers.math import compute_score, is_equal
 
@@ -128,6 +129,20 @@ def test_dapo_reads_the_line_that_says_answer_and_takes_a_point_for_a_wrong_one(
 def test_dapo_strictly_reads_a_box_alone():
     texts = ["Answer: 42", "\\boxed{42}\nAnswer: 41"]
     assert [dapo_score(text, "42", strict_box_verify=True)["score"] for text in texts] == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "acc"),
+    [
+        ("<think>half</think> \\boxed{\\frac{1}{2}}", 1.0, 1.0),
+        ("\\boxed{0.5}", 0.9, 1.0),
+        ("<think>half</think> \\boxed{3}", 0.1, 0.0),
+        ("<think>half</think> 1/2", 0.0, 0.0),
+    ],
+)
+def test_geometry_pays_for_the_value_in_the_box_and_a_little_for_the_form(response, score, acc):
+    result = scorers.compute_score("hiyouga/geometry3k", response, r"\frac{1}{2}")
+    assert (result["score"], result["acc"]) == (pytest.approx(score), acc)
 
 
 def test_of_several_truths_any_may_be_met():
