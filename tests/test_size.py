@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 2028,
     "compat": 3247,
     "config": 5418,
-    "core": 14844,
+    "core": 14850,
     "data": 2787,
     "doctor": 4744,
     "environments": 182,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1991,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 60290
+TOTAL = 60296
 FILES = {"core": 76, "hybridrl": 283}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

@@ -1,4 +1,4 @@
-"""What pictures cost a run next to its work: `python scripts/benchmark/pictures.py`
+"""The cost of pictures in a run next to its work: `python scripts/benchmark/pictures.py`
 
 A small random model that sees trains on 64 prompts x 8 responses per step, each prompt with another picture of
 512 x 512. The bytes in Ray's object store are sampled while it trains, and compared with the pixels of a step and of

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from hybridrl.agents.environments import EpisodeFault, Message
 from hybridrl.core.carried import PICTURE_DIGEST, Encoded, Fields
-from hybridrl.core.pictures import Picture, expanded
+from hybridrl.core.pictures import Picture, expanded, without_pixels
 from hybridrl.data.pictures import PARTS, PictureFault, content, located
 from hybridrl.data.processor import PictureReader
 from hybridrl.required import required
@@ -71,7 +71,7 @@ class ConversationPictures:
         """Return the pictures of a prompt whose pixels the driver does not have, each only once."""
         pictures = self.of_prompt(prompt)
         for picture in pictures:
-            self._named[picture.digest] = replace(picture, pixels=None)
+            self._named[picture.digest] = without_pixels(picture)
         return [picture for picture in pictures if picture.pixels is not None]
 
     def digest(self, encoded: bytes) -> int:

@@ -72,7 +72,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """What the processes of a run are made with, as plain values; `load_tokenizer` is called once in each, as is
+    """Settings of the processes of a run, as plain values; `load_tokenizer` is called once in each, as is
     `load_reader`, for their pictures."""
 
     load_tokenizer: Callable[[], PreTrainedTokenizerBase]

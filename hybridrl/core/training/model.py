@@ -316,7 +316,7 @@ def check_log_probs(
             again = torch.cat([compute() for compute in own])
         model.set_attn_implementation(attention.implementation(model.config))
         if vision:
-            vision.attend()
+            vision.family.adapt(vision.base)
     language_model.train(training)
     if unseen:
         raise ValueError(f"{model.config.model_type}: pictures do not change the log-probs of this family")

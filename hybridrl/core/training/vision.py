@@ -10,6 +10,7 @@ Models of a type see if the plug-ins have its family, `vision.MODEL_TYPE`; other
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -56,6 +57,9 @@ class VisionFamily(Protocol):
     def own(self, inputs: PictureInputs, pictured: Tensor) -> dict[str, Any]:
         """Return the arguments with which the model's own forward pass reads the pictures of one row."""
 
+    def adapt(self, base: Any) -> None:
+        """Replace the methods of transformers that make the host wait, and the attention of the tower."""
+
     def tower(self, base: Any, grids: Tensor) -> dict[str, Any]:
         """Return what the tower would compute from grids, here in host memory: positions and boundaries."""
 
@@ -76,6 +80,13 @@ class Grid:
     def own(self, inputs: PictureInputs, pictured: Tensor) -> dict[str, Any]:
         types = pictured[None].int()
         return {"pixel_values": inputs.pixels, "image_grid_thw": inputs.grids, "mm_token_type_ids": types}
+
+    def adapt(self, base: Any) -> None:
+        # Transformers looks for names with "flash" in them on the hub, unless they are set here.
+        base.config.vision_config._attn_implementation = TOWER
+        base.get_placeholder_mask = partial(_mask, base.config.image_token_id)
+        if hasattr(base.language_model, "_deepstack_process"):
+            base.language_model._deepstack_process = _added
 
     def tower(self, base: Any, grids: Tensor) -> dict[str, Any]:
         tower, size = base.visual, base.config.vision_config.spatial_merge_size
@@ -104,6 +115,11 @@ class InterpolatedGrid(Grid):
 
     def tower(self, base: Any, grids: Tensor) -> dict[str, Any]:
         return {**super().tower(base, grids), "grid_thw": grids}
+
+
+def _mask(placeholder: int, ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Return the mask of a picture's placeholders, and none of videos; transformers also counts them."""
+    return (ids == placeholder)[..., None], None
 
 
 def _added(hidden: Tensor, mask: Tensor, features: Tensor) -> Tensor:
@@ -145,7 +161,9 @@ def tower_weight(model: PreTrainedModel) -> float:
     sizes = {
         name: parameter.numel() * (share if ".experts." in name else 1) for name, parameter in model.named_parameters()
     }
-    tower = sum(count for name, count in sizes.items() if ".visual." in name)
+    others = {id(parameter) for parameter in model.get_decoder().parameters()}
+    others |= {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    tower = sum(sizes[name] for name, parameter in model.named_parameters() if id(parameter) not in others)
     return tower * size**2 / (sum(sizes.values()) - tower)
 
 
@@ -163,22 +181,10 @@ class Vision:
     def __init__(self, config: VisionConfig, model: PreTrainedModel) -> None:
         self.config, self.settings, self.base = config, model.config, model.base_model
         self.family = required(family_of(model.config))
-        self.attend()
-        self.base.get_placeholder_mask = self._mask
-        if hasattr(self.base.language_model, "_deepstack_process"):
-            self.base.language_model._deepstack_process = _added
+        self.family.adapt(self.base)
         self._rule = [torch.tensor(values)[:, None] for values in (config.rule.mean, config.rule.std)]
         self.sample = {digest_of(pixels): pixels for pixels in config.sample}
         self.fetch: Callable[[Sequence[int]], Sequence[Pixels]] = no_pixels  # by digests; see `TrainWorker.see`
-
-    def attend(self) -> None:
-        """Let the tower compute attention as `attend_in_pictures` does. Transformers looks for names with "flash" in
-        them on the hub, unless they are set here."""
-        self.settings.vision_config._attn_implementation = TOWER
-
-    def _mask(self, ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """Return the mask of placeholders; transformers' own method makes the host wait to count them."""
-        return (ids == self.settings.image_token_id)[..., None], None
 
     def inputs(self, rows: Batch, inputs: ModelInputs) -> ModelInputs:
         """Return the inputs with positions and pictures; unchanged if the batch of these rows has no picture."""
