@@ -78,7 +78,7 @@ KINDS = {
 MOST = {
     # clause, fragment, negation, number, causative, long, name
     ".": (0, 0, 0, 0, 0, 0, 0),
-    "agents": (2, 12, 0, 1, 1, 20, 4),
+    "agents": (1, 12, 0, 1, 1, 20, 4),
     "checkpoint": (0, 0, 0, 0, 0, 0, 0),
     "compat": (0, 3, 0, 0, 0, 3, 11),
     "config": (0, 0, 0, 0, 0, 0, 0),
