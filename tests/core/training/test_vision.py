@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, Qwen3VLCo
 
 from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.algorithms.objective import Divisors
+from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch, as_tensor, token_rows
 from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES
 from hybridrl.core.pictures import PixelRule, Pixels, placeholder_ids
@@ -23,7 +24,7 @@ from hybridrl.core.training.fsdp import shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.lora import add_adapter
-from hybridrl.core.training.losses import LossConfig, policy_objective
+from hybridrl.core.training.losses import LossConfig, policy_objective, prepare_rejection
 from hybridrl.core.training.model import HOST, LanguageModel, adapter_parameters, blank_language_model, check_log_probs
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import PictureInputs, pack_rows
@@ -59,6 +60,7 @@ LOSS = LossConfig(
     grad_clip=1.0,
     parameters=LOSS_PARAMETERS,
 )
+REJECTING = replace(LOSS, correction=RolloutCorrection(None, None, 2.0, False, (Rejection("token_k2", None, 1.0),)))
 
 
 def pixels_of(digest: int, patch: int) -> Pixels:
@@ -187,14 +189,15 @@ def mini_batch_of(rows: Batch, division: Division) -> MiniBatch:
 
 
 def gradients(
-    paths: dict[str, str], rows: Batch, division: Division, **options: object
+    paths: dict[str, str], rows: Batch, division: Division, loss: LossConfig = LOSS, **options: object
 ) -> dict[str, dict[str, Tensor]]:
     """Return the gradient of all rows, by family."""
     found = {}
     for family, path in paths.items():
         learner = learner_of(path, division, family, **options)
         part = mini_batch_of(rows, division)
-        found[family] = whole_gradient(learner, rows, part, policy_objective(learner, LOSS, None, []))
+        reject, rest = prepare_rejection(learner, loss)
+        found[family] = whole_gradient(learner, rows, part, policy_objective(learner, rest, None, []), reject)
     return found
 
 
@@ -290,6 +293,22 @@ def test_a_frozen_tower_changes_no_other_gradient_and_an_adapter_is_none_of_the_
         rest = {name: value for name, value in right["qwen3_vl"].items() if ".visual." not in name}
         assert differences(of_rank["frozen"], rest)[0] <= MOST
         assert of_rank["adapter"] and all(".language_model." in name for name in of_rank["adapter"])
+
+
+def test_tokens_that_an_engine_saw_otherwise_are_rejected_before_the_gradient(paths, rows) -> None:
+    """The engine's log-probs are transformers' own, but for two tokens after pictures, for which k2 is 2."""
+    one, disputed = {"qwen3_vl": paths["qwen3_vl"]}, torch.tensor([3, 11])
+    model = AutoModelForImageTextToText.from_pretrained(one["qwen3_vl"])
+    with torch.no_grad():
+        logits = torch.cat(own_rows(model, rows, patch_of("qwen3_vl")))
+    engine = logits.log_softmax(-1).gather(-1, rows.response_ids.long()[:, None]).squeeze(-1)
+    sampled = replace(rows, rollout_log_probs=engine.index_add(0, disputed, torch.tensor([2.0, -2.0])))
+    mask = required(rows.response_mask)
+    assert mask[disputed].all()
+    right = own_gradient(one["qwen3_vl"], "qwen3_vl", replace(rows, response_mask=mask.index_fill(0, disputed, False)))
+    for of_rank in on_ranks(2, gradients, one, sampled, DIVISIONS["two ranks"], REJECTING):
+        whole, of_tower = differences(of_rank["qwen3_vl"], right)
+        assert whole <= MOST and of_tower <= 1e-5
 
 
 def patches_of(path: str, rows: Batch) -> list[int]:
