@@ -111,7 +111,7 @@ class Watched:
         generate, update_policy = client.generate, workers.update_policy
 
         def watched_generate(request: Request, begun: Completion | None = None) -> Any:
-            if request.prompt == 0:
+            if request.prompt == 0 and len(self.requests) < SAMPLES:  # in every step a prompt has this number
                 self.requests.append(request)
             return generate(request, begun)
 
