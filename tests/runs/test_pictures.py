@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from hybridrl.config import PPOConfig, load_ppo_config
+from hybridrl.config.checks.engine import EPISODE_PICTURES
 from hybridrl.core.pictures import digest_of
 from hybridrl.required import required
-from hybridrl.runs.models import picture_settings, vision_of
+from hybridrl.runs.models import limit_pictures, picture_settings, vision_of
 from hybridrl.runs.prepare import prepare
+from hybridrl.runs.settings import build_algorithm, ppo_worker_config
 from tests.vision_models import noise_picture, write_model_that_sees
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -68,6 +70,32 @@ def test_an_engine_expects_the_most_pictures_of_a_row_and_the_largest_that_the_p
     assert vision.placeholder == 4 and 0.1 < vision.weight < 10
     assert len({digest_of(pixels) for pixels in (vision.blank, *vision.sample)}) == 3
     assert all(pixels["pixel_values"].dtype == "uint8" for pixels in vision.sample)
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, EPISODE_PICTURES), (3, 3)])
+def test_contexts_of_episodes_may_have_more_pictures_than_rows(places, chosen, expected):
+    config = config_of(places)
+    inputs = prepare(config)
+    inputs.rejections.close()
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.limit_images == 2 < EPISODE_PICTURES
+    rollout.limit_images = chosen
+    assert limit_pictures(rollout, list(inputs.datasets.values()), episodes=True) == []
+    assert rollout.limit_images == expected
+
+
+@pytest.mark.parametrize(("frozen", "weight"), [(True, 1 / 3), (False, 1.0)])
+def test_a_frozen_tower_is_that_of_the_policy_and_has_no_backward_pass(places, frozen, weight):
+    """Of the three parts of its work only the forward pass is left. A reference is not trained at all."""
+    more = [f"actor_rollout_ref.actor.freeze_vision_tower={frozen}", "actor_rollout_ref.actor.use_kl_loss=true"]
+    config = config_of(places, *more)
+    inputs = prepare(config)
+    inputs.rejections.close()
+    vision = required(vision_of(config.actor_rollout_ref, list(inputs.datasets.values())))
+    models = ppo_worker_config(config, build_algorithm(config), places["rows"].parent, 1, vision).models
+    seen = {name: required(model.vision) for name, model in models.items()}
+    assert {name: of_model.frozen for name, of_model in seen.items()} == {"actor": frozen, "reference": False}
+    assert seen["actor"].weight == pytest.approx(weight * vision.weight)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_tokens_of_pictures_count_as_the_work_of_the_tower_too():
     # Placeholders have the id 9: none, four of which one is in the response, and two.
     rows = token_rows([[1, 2, 3, 4, 5, 6], [9, 9, 9, 1, 9, 6], [9, 9]], slice(3, None))
     rows = replace(rows, prompt_lengths=torch.tensor([3, 3, 2]), response_lengths=torch.tensor([3, 3, 0]))
-    assert work_with_pictures(rows, 9, 0.5).tolist() == [6, 8, 3]
+    assert work_with_pictures(rows, 9, 0.75).tolist() == [6, 9, 4]
     assert plan(Pieces.single([6, 6, 2, 1], work=np.array([6, 9, 2, 1])), 2, MicroBatchBudget(100)) == [
         [[1]],
         [[0, 2, 3]],

@@ -35,7 +35,7 @@ from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import model_config
 from tests.core.training.on_ranks import on_ranks, whole_gradient
 from tests.core.training.test_state import fsdp_config, optimizer_config
-from tests.vision_models import FAMILIES, write_model_that_sees
+from tests.vision_models import FAMILIES, settings_that_see, write_model_that_sees
 
 RULE = PixelRule(1 / 255, (0.5, 0.5, 0.5), (0.5, 0.25, 0.5))
 SIZES = {11: (4, 4), 22: (2, 6), 33: (2, 2), 44: (6, 4)}  # of grids, by the digest of a picture
@@ -134,13 +134,16 @@ DIVISIONS = {
     "computed again": Division(tokens=60, checkpointing=True),
     "two ranks": Division(ranks=2, tokens=60),
     "all pictures on one rank": Division(ranks=2, rows_of_ranks=((0, 1, 2, 3, 5, 7), (4, 6))),
+    "all rows on one rank": Division(ranks=2, rows_of_ranks=((0, 1, 2, 3, 4, 5, 6, 7), ())),
     "Ulysses 2": Division(ranks=2, sequence=2),
     "tensor 2": Division(ranks=2, tensor=2),
     "expert 2": Division(ranks=2, expert=2, tokens=60),
 }
 
-# Division -> families that allow it: a recurrence needs complete rows, and others have no plan of their layers.
+# Division -> families that allow it: a recurrence needs complete rows, and others have no plan of their layers. One is
+# enough where families do not differ.
 DIVIDED = {
+    "all rows on one rank": {"qwen3_vl"},
     "Ulysses 2": {*FAMILIES} - {"qwen3_5"},
     "tensor 2": {"qwen2_5_vl", "qwen3_vl_moe", "glm4v"},
     "expert 2": {"qwen3_vl_moe"},
@@ -373,11 +376,12 @@ def test_the_check_of_a_model_compares_pictures(paths) -> None:
         assert "pictures do not change the log-probs of this family" in blind, family
 
 
-def test_a_placeholder_is_never_sampled_and_entropies_stay_numbers(paths) -> None:
+def test_a_placeholder_is_never_sampled_and_log_probs_and_entropies_stay_numbers(paths) -> None:
     model = LanguageModel(AutoModelForImageTextToText.from_pretrained(paths["qwen3_vl"], dtype=torch.float32)).eval()
     batch = token_rows([[30, 31, PICTURE, 32]])
     outputs = model(pack_rows(batch, padded=False), 1.0, entropies=True)
-    assert outputs.log_probs[1].item() < -1e4 and outputs.entropies.isfinite().all()
+    assert outputs.log_probs[1].item() < -1e4
+    assert outputs.log_probs.isfinite().all() and outputs.entropies.isfinite().all()
     assert placeholder_ids(model.model.config) == [PICTURE, 6]
 
 
@@ -389,3 +393,13 @@ def test_the_tower_weighs_as_much_as_its_share_of_the_multiplications_of_a_publi
     with torch.device("meta"):  # Qwen3-VL-8B: 0.58 of 8.77 billion parameters, and four patches a token
         weight = tower_weight(AutoModelForImageTextToText.from_config(settings))
     assert weight == pytest.approx(4 * 0.577 / 8.19, rel=0.01)
+
+
+def test_of_a_mixture_only_the_experts_of_a_token_weigh() -> None:
+    weights = []
+    for experts in (4, 8):
+        settings = settings_that_see("qwen3_vl_moe", PICTURE)
+        settings.text_config.num_experts = experts
+        with torch.device("meta"):
+            weights.append(tower_weight(AutoModelForImageTextToText.from_config(settings)))
+    assert weights[1] == pytest.approx(weights[0], rel=0.02)
