@@ -12,13 +12,15 @@ import pytest
 import torch
 from vllm.lora.layers import BaseLayerWithLoRA
 
+from hybridrl.config import load_ppo_config
 from hybridrl.core.rollout.engine import Request, Sampling
 from hybridrl.core.rollout.vllm.collector import Collector, EngineLoop, EngineResponse, Observer
-from hybridrl.core.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments
+from hybridrl.core.rollout.vllm.engine import PARTS, VllmEngine, unlink_segments, vllm_arguments
 from hybridrl.core.rollout.vllm.pictures import PicturePrompts
 from hybridrl.core.rollout.vllm.settings import vllm_environment
 from hybridrl.core.rollout.vllm.worker import unwrap_adapted_layers, wrap_adapted_layers
 from hybridrl.required import required
+from tests.vision_models import write_model_that_sees
 
 
 class OldEngine:
@@ -155,3 +157,14 @@ def test_segments_are_unlinked_although_another_child_has_ended():
     assert not segment.exists()
     maps.communicate("\n")
     ended.wait()
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_vllm_reserves_room_for_the_pictures_of_a_prompt_and_none_without_any(tmp_path, limit):
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    path = write_model_that_sees(tmp_path / "model")
+    keys = [f"data.train_files={tmp_path}/rows.jsonl", f"actor_rollout_ref.model.path={path}"]
+    section = load_ppo_config(keys).actor_rollout_ref
+    section.rollout.limit_images = limit
+    arguments = vllm_arguments("cpu", section.model, section.rollout, 1)
+    assert arguments["limit_mm_per_prompt"] == {"image": limit or 0, "video": 0}
