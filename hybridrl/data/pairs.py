@@ -108,4 +108,5 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
     """Return pairs as rows, a chosen conversation before its rejected one; `rewards` of the former is the margin."""
     batch = token_rows([ids for pair in pairs for ids in (pair.chosen, pair.rejected)], slice(-1, None))
     margins = torch.tensor([margin for pair in pairs for margin in (pair.margin, 0.0)])
-    return replace(batch, response_mask=torch.ones(len(batch), dtype=torch.bool), rewards=margins)
+    mask, pair = torch.ones(len(batch), dtype=torch.bool), torch.arange(len(batch)) // 2
+    return replace(batch, response_mask=mask, rewards=margins, group=pair)

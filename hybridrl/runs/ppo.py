@@ -44,7 +44,7 @@ from hybridrl.rewards.score import FaultGuard, Shaping
 from hybridrl.runs.contexts import Contexts
 from hybridrl.runs.models import picture_settings, vision_of
 from hybridrl.runs.prepare import decoder_elsewhere, prepare, tokenizer_elsewhere
-from hybridrl.runs.ranks import padded_plan, start_train_workers
+from hybridrl.runs.ranks import fitting_plan, start_train_workers
 from hybridrl.runs.resume import ResumePlan, plan_resume
 from hybridrl.runs.reward_model import RewardModel, has_functions, position_limit
 from hybridrl.runs.reward_trial import reject_failing_reward
@@ -130,7 +130,7 @@ class PPOJob:
             spool = (directory / "spool", engine, score_fingerprint(config.reward, plan.identity.data))
         self.store = stack.enter_context(ResponseStore(*spool, whole_steps=whole, carries=carries))
         rank_plan = RankPlan(worker.models, required(inputs.policy), inputs.critic)
-        rank_plan = padded_plan(group, rank_plan, trainer.step_timeout)
+        rank_plan = fitting_plan(group, rank_plan, trainer.step_timeout)
         return TrainWorkers(group, rank_plan, section.rollout.dtype, trainer.step_timeout, store.handles)
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:

@@ -40,7 +40,7 @@ def training_ranks(
         group = start_train_workers(session, logs)
         build_models(group, worker, trainer.startup_timeout)
         critic = CriticPlan(config.critic, UpdatePlan.of(config.critic)) if "critic" in worker.models else None
-        plan = padded_plan(group, RankPlan(worker.models, build_policy_plan(config), critic), trainer.step_timeout)
+        plan = fitting_plan(group, RankPlan(worker.models, build_policy_plan(config), critic), trainer.step_timeout)
         store = PictureStore(Group.share)
         stored = [store.add(pixels, 0) for pixels in pictures]  # else they would be freed
         yield TrainWorkers(group, plan, section.rollout.dtype, trainer.step_timeout, store.handles)
@@ -67,18 +67,20 @@ def build_models(group: Group, worker: WorkerConfig, limit: float) -> None:
     gather(building, "start-up", limit, group.logs, key=START_LIMIT)
 
 
-def padded_plan(group: Group, plan: RankPlan, timeout: float) -> RankPlan:
-    """Return the plan for the built models: rows are padded for a family whose layers mix packed rows."""
-    padded = group.broadcast(TrainWorker.padded, timeout=timeout)[0]
+def fitting_plan(group: Group, plan: RankPlan, timeout: float) -> RankPlan:
+    """Return the plan for the built models: rows are padded for a family whose layers mix packed rows, and each is
+    computed whole if its layers mix rows that share tokens."""
+    layouts = group.broadcast(TrainWorker.layouts, timeout=timeout)[0]
     for name, model in plan.models.items():
-        if padded[name] and not model.budget.padded:
+        of_model = layouts[name]
+        if of_model["padded"] and not model.budget.padded:
             info(f"{name}: its layers mix packed rows, so rows are padded to the longest of a micro-batch")
-            plan = replace(
-                plan, models={**plan.models, name: replace(model, budget=replace(model.budget, padded=True))}
-            )
+        elif not (of_model["padded"] or of_model["shares"]) and model.budget.shares:
+            info(f"{name}: dropout is active, or its layers mix rows that share tokens, so each row is computed whole")
+        budget = replace(model.budget, **of_model)
+        plan = replace(plan, models={**plan.models, name: replace(model, budget=budget)})
     policy, critic = plan.policy, plan.critic
-    if padded["actor"]:
-        policy = replace(policy, updates=policy.updates.padded())
-    if critic is not None and padded.get("critic"):
-        critic = replace(critic, updates=critic.updates.padded())
+    policy = replace(policy, updates=policy.updates.laid_out(**layouts["actor"]))
+    if critic is not None and "critic" in layouts:
+        critic = replace(critic, updates=critic.updates.laid_out(**layouts["critic"]))
     return replace(plan, policy=policy, critic=critic)

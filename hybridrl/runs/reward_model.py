@@ -85,6 +85,7 @@ class RewardModel:
         rows = [self._fitting(*pair) for pair in zip(chats, whole, strict=True)]
         to_score = [row for row in rows if isinstance(row, list)]
         batch = token_rows(to_score, slice(-1, None))
+        batch = replace(batch, group=torch.zeros_like(batch.group))  # any of them may begin alike
         values = iter(required(self.workers.fill(batch, SCORES).values).tolist() if to_score else ())
         scores = [_score(next(values)) if isinstance(row, list) else row for row in rows]
         if self.reward.reward_model.truncation == "left":

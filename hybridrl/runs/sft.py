@@ -18,7 +18,7 @@ from hybridrl.data.conversations import conversation_batch
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.row_files import row_files
 from hybridrl.runs.prepare import load_sft_inputs
-from hybridrl.runs.ranks import build_models, padded_plan, start_train_workers
+from hybridrl.runs.ranks import build_models, fitting_plan, start_train_workers
 from hybridrl.runs.resume import Identity, ResumePlan, contents_to_load, find_checkpoint
 from hybridrl.runs.settings import sft_policy_plan, sft_worker_config
 from hybridrl.tracking import Stopwatch, Tracker
@@ -68,7 +68,7 @@ class SFTJob:
         worker, timeout = sft_worker_config(config, directory, plan.steps, self.head), config.trainer.step_timeout
         with stage(f"starting {len(group)} training rank{'s' * (len(group) > 1)}"):
             build_models(group, worker, config.trainer.startup_timeout)
-        rank_plan = padded_plan(group, RankPlan(worker.models, sft_policy_plan(config)), timeout)
+        rank_plan = fitting_plan(group, RankPlan(worker.models, sft_policy_plan(config)), timeout)
         return TrainWorkers(group, rank_plan, config.engine.fsdp_config.dtype, timeout)
 
     def build(self, workers: TrainWorkers, tracker: Tracker) -> tuple[Task, dict[str, Stateful]]:

@@ -77,6 +77,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._logged: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -86,10 +87,14 @@ class Stopwatch:
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
 
+    def log(self, metrics: dict[str, float]) -> None:
+        """Add metrics of what was timed."""
+        self._logged |= metrics
+
     def take(self) -> dict[str, float]:
-        """Return all seconds since the last call, as metrics."""
-        taken, self._seconds = self._seconds, {}
-        return {f"timing_s/{name}": seconds for name, seconds in taken.items()}
+        """Return all seconds since the last call, and what was logged, as metrics."""
+        taken, logged, self._seconds, self._logged = self._seconds, self._logged, {}, {}
+        return {f"timing_s/{name}": seconds for name, seconds in taken.items()} | logged
 
 
 def is_validation_score(name: str) -> bool:

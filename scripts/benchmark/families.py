@@ -36,7 +36,7 @@ from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.data.prompts import Prompt
 from hybridrl.rewards.score import Score
 from hybridrl.runs.ppo import probe_ids, start_devices
-from hybridrl.runs.ranks import padded_plan
+from hybridrl.runs.ranks import fitting_plan
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
 
@@ -221,7 +221,7 @@ def devices(config: PPOConfig, session: RaySession, logs: Path) -> Iterator[tupl
     worker = ppo_worker_config(config, build_algorithm(config), logs, steps=1)
     group, engine = start_devices(config, session, worker, logs, probe_ids([1, 20, 30, 40, 50]))
     try:
-        plan = padded_plan(group, RankPlan(worker.models, build_policy_plan(config)), 300)
+        plan = fitting_plan(group, RankPlan(worker.models, build_policy_plan(config)), 300)
         yield engine, TrainWorkers(group, plan, "float32", 300)
     finally:
         for actor in [*group.actors, *engine.fleet.servers.actors]:

@@ -41,7 +41,7 @@ from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.core.weights.sync import WeightSync
 from hybridrl.runs.ppo import probe_ids, start_devices
-from hybridrl.runs.ranks import build_models, padded_plan, start_train_workers
+from hybridrl.runs.ranks import build_models, fitting_plan, start_train_workers
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config
 from hybridrl.runs.setup import start_session
 from hybridrl.runtime.guard import guarded
@@ -158,7 +158,7 @@ class Bench:
     def with_plans(self, config: PPOConfig) -> TrainWorkers:
         timeout = config.trainer.step_timeout
         models = ppo_worker_config(config, self.algorithm, self.directory, 1).models
-        plan = padded_plan(self.group, RankPlan(models, build_policy_plan(config)), timeout)
+        plan = fitting_plan(self.group, RankPlan(models, build_policy_plan(config)), timeout)
         return TrainWorkers(self.group, plan, config.actor_rollout_ref.rollout.dtype, timeout)
 
     def to_rollout(self) -> None:

@@ -42,7 +42,7 @@ def test_weights_that_the_engines_have_are_not_sent_again(engine, calls):
 def test_trainers_are_not_called_while_they_must_keep_the_weights_of_the_engines(engine):
     engine.to_rollout(1)
     with pytest.raises(ModeError):
-        engine.trainers.start(TrainWorker.padded)
+        engine.trainers.start(TrainWorker.layouts)
 
 
 def test_a_server_that_is_lost_while_the_trainers_wait_gets_the_weights_at_once(engine, calls):

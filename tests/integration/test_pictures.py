@@ -93,10 +93,12 @@ def arguments(overrides, rows, models):
 
 
 def assert_agreement(directory: Path) -> None:
-    """Assert that engine and trainer agreed in every step and sync, while updates changed the policy."""
+    """Assert that engine and trainer agreed in every step and sync, while updates changed the policy. An asynchronous
+    step may have only tokens of earlier weights, which are not compared."""
     steps = metrics(directory)
+    assert "training/log_probs_diff_max" in steps[1]
     for step in range(1, STEPS + 1):
-        assert steps[step]["training/log_probs_diff_max"] < 1e-4
+        assert steps[step].get("training/log_probs_diff_max", 0.0) < 1e-4
         assert steps[step]["actor/grad_norm"] > 1e-3
     gaps = [values[PROBE] for values in steps.values() if PROBE in values]
     assert len(gaps) >= STEPS and max(gaps) < 1e-4

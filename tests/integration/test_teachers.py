@@ -23,14 +23,15 @@ from hybridrl.core.training import losses
 from hybridrl.core.training.fsdp import full_tensor
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
-from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
+from hybridrl.core.training.packing import as_read
+from hybridrl.core.training.planning import Forest, MicroBatchBudget, MiniBatch, rank_mini_batches
 from hybridrl.core.training.worker import TrainWorker
 from hybridrl.core.training.worker_group import RankPlan, TrainWorkers
 from hybridrl.required import required
 from hybridrl.runs.ranks import build_models
 from hybridrl.runs.settings import build_algorithm, build_policy_plan, ppo_worker_config, teaching_term
 from tests.core.training.head_cases import diverge, of_top, top_of
-from tests.core.training.on_ranks import whole_gradient
+from tests.core.training.on_ranks import begin_alike, whole_gradient
 from tests.integration.test_resume import compared_metrics
 from tests.integration.test_run import driver_of, finish, start, wait_for_step
 
@@ -125,7 +126,7 @@ def rows_of(teachers: list[int] | None) -> Batch:
     responses = torch.randint(1, 21, (ROWS,), generator=generator)
     tokens = int(responses.sum())
     numbers = torch.tensor(teachers or [])
-    return Batch(
+    batch = Batch(
         prompt_lengths=prompts,
         response_lengths=responses,
         prompt_ids=torch.randint(3, 280, (int(prompts.sum()),), generator=generator),
@@ -138,6 +139,9 @@ def rows_of(teachers: list[int] | None) -> Batch:
         importance_weights=torch.rand(tokens, generator=generator),
         carried={TEACHER: numbers, "taught": numbers >= 0} if teachers else {},
     )
+    shortest = batch.lengths.tolist()
+    pairs = ((1, 0), (3, 2), (4, 3), (6, 5))
+    return begin_alike(batch, *((row, other, min(shortest[row], shortest[other]) - 1) for row, other in pairs))
 
 
 def loss_of(term: LossTerm, mode: str = "token-mean") -> LossConfig:
@@ -156,7 +160,9 @@ def term_of(config, **keys) -> LossTerm:
 
 
 def gradient(group: Group, batch: Batch, loss: LossConfig, budget: MicroBatchBudget) -> dict[str, Tensor]:
-    plans = rank_mini_batches(batch, len(group), [range(len(batch))], budget, loss.masks, loss.teachers)
+    forest = Forest.of([as_read(batch, ()), as_read(batch, (CONTEXT,))])
+    options = {"masks": loss.masks, "teachers": loss.teachers, "forest": forest}
+    plans = rank_mini_batches(batch, len(group), [range(len(batch))], budget, **options)
     counted = batch.with_episode_tokens(loss.masks)
     parts = [(counted, mini_batch, loss) for (mini_batch,) in plans]
     return group.scatter(TaughtRank.gradient, parts, timeout=120)[0]

@@ -17,10 +17,11 @@ from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.core.training.worker_group import CriticPlan, PolicyPlan, RankPlan
 from hybridrl.data.tokenizer import TokenRows
+from hybridrl.required import required
 from hybridrl.runs import setup
 from hybridrl.runs.ppo import probe_ids
 from hybridrl.runs.prepare import reject_unknown_tokens
-from hybridrl.runs.ranks import padded_plan
+from hybridrl.runs.ranks import fitting_plan
 from hybridrl.runs.setup import open_checkpoints, open_directory
 from tests.core.training.families import model_config
 from tests.sections import keys_of_run
@@ -94,29 +95,37 @@ def test_the_largest_token_is_that_of_all_rows() -> None:
 
 
 class Ranks:
-    """Training ranks that report whether the rows of their models are padded."""
+    """Training ranks that report whether the rows of their models are padded, or share tokens."""
 
-    def __init__(self, **padded: bool) -> None:
-        self.padded = padded
+    def __init__(self, **layouts: str) -> None:
+        kinds = {"padded": (True, False), "alone": (False, False), "sharing": (False, True)}
+        self.layouts = {
+            name: dict(zip(("padded", "shares"), kinds[kind], strict=True)) for name, kind in layouts.items()
+        }
 
-    def broadcast(self, method: object, timeout: float) -> list[dict[str, bool]]:
-        return [self.padded, self.padded]
+    def broadcast(self, method: object, timeout: float) -> list[dict[str, dict[str, bool]]]:
+        return [self.layouts, self.layouts]
 
 
-def test_plans_pad_the_rows_of_a_family_whose_layers_mix_packed_rows(capsys) -> None:
+def test_plans_fit_what_the_layers_of_a_family_allow(capsys) -> None:
+    """Rows are padded if they mix packed rows, and computed whole if they mix rows that share tokens."""
     budget = MicroBatchBudget(tokens=64)
     updates = UpdatePlan(prompts_per_update=1, epochs=1, shuffle=False, seed=0, budget=budget)
     model = RankModel(None, None, budget)
     plan = RankPlan({"actor": model, "critic": model}, PolicyPlan(None, updates), CriticPlan(None, updates))
-    assert padded_plan(Ranks(actor=False, critic=False), plan, 1) == plan
+    assert fitting_plan(Ranks(actor="sharing", critic="sharing"), plan, 1) == plan
     assert not capsys.readouterr().out
-    padded = padded_plan(Ranks(actor=True, critic=False), plan, 1)
+    padded = fitting_plan(Ranks(actor="padded", critic="sharing"), plan, 1)
     assert padded.models["actor"].budget.padded and padded.policy.updates.budget.padded
     assert padded.critic == plan.critic and padded.models["critic"] == model
     assert capsys.readouterr().out.count("actor: its layers mix packed rows") == 1
-    alone = RankPlan({"actor": padded.models["actor"]}, padded.policy)
-    assert padded_plan(Ranks(actor=True), alone, 1) == alone
+    policy_alone = RankPlan({"actor": padded.models["actor"]}, padded.policy)
+    assert fitting_plan(Ranks(actor="padded"), policy_alone, 1) == policy_alone
     assert not capsys.readouterr().out
+    whole = fitting_plan(Ranks(actor="sharing", critic="alone"), plan, 1)
+    assert not whole.models["critic"].budget.shares and not required(whole.critic).updates.budget.shares
+    assert whole.policy == plan.policy
+    assert capsys.readouterr().out.count("critic: dropout is active, or its layers mix rows that share tokens") == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

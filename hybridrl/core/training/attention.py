@@ -23,10 +23,13 @@ from transformers import AttentionInterface, PreTrainedConfig
 
 from hybridrl.core import device as devices
 from hybridrl.core.carried import declared
-from hybridrl.core.training.packing import ModelInputs, PackedRows, SequenceSlice
+from hybridrl.core.training.packing import ModelInputs, PackedRows, Paths, SequenceSlice, read_at
 from hybridrl.required import required
 
 WIDEST_HEAD = 256  # the limit of FlashAttention 2, on which torch's kernel is based
+# A mask skips no block of scores, a causal kernel half of them: rows with this many queries, and less than as many keys
+# before them, are computed by it, with queries before theirs that nothing reads.
+WORTH_CAUSAL = 384
 NAME = "hybridrl_packed"
 TOWER = "hybridrl_flash_pictures"  # transformers gives the boundaries of pictures to a name with "flash" in it
 
@@ -78,15 +81,27 @@ def _uncompiled(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows | 
 def _packed(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, options: Options) -> Tensor:
     if kernel_computes(query, value, options):
         return _by_kernel(query, key, value, packed, options)
-    rows = zip(*(tensor.split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+    spans = packed.paths or packed
+    if packed.paths is not None:
+        by_token = (read_at(tensor[0].transpose(0, 1), packed.paths.places) for tensor in (key, value))
+        key, value = (tensor.transpose(0, 1)[None] for tensor in by_token)
+    lengths = packed.lengths, spans.lengths, spans.lengths
+    rows = zip(
+        *(each.split(sizes, dim=2) for each, sizes in zip((query, key, value), lengths, strict=True)), strict=True
+    )
     return torch.cat([_causal(q, k, v, options).transpose(1, 2) for q, k, v in rows], dim=1)
 
 
 def _by_kernel(query: Tensor, key: Tensor, value: Tensor, packed: PackedRows, options: Options) -> Tensor:
     grouped: dict[str, Any] = GROUPED if query.shape[1] != key.shape[1] else {}
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, width]
+    if packed.paths is not None:
+        heads = k.shape[1]
+        k, v = read_at(torch.cat([k, v], 1), packed.paths.places).tensor_split([heads], 1)
+    # With fewer queries than keys the last query is at the last key: FlashAttention aligns the mask there.
+    spans = packed.paths or packed
     window = (-1 if options.window is None else options.window - 1, 0)
-    limits = (packed.boundaries, packed.boundaries, packed.longest, packed.longest)
+    limits = (packed.boundaries, spans.boundaries, packed.longest, spans.longest)
     attended: Any = varlen_attn(q, k, v, *limits, scale=options.scaling, window_size=window, **grouped)
     return attended[None]
 
@@ -105,13 +120,18 @@ def kernel_supports(query: Tensor, value: Tensor) -> bool:
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    """Return the attention output of rows whose last queries are at the last keys [B, heads, queries, width]."""
     scaling, dropout, window, softcap, sinks = options
-    length, mask = query.shape[2], None
+    queries, keys, mask = query.shape[2], key.shape[2], None
+    before = keys - queries
     eager = softcap is not None or sinks is not None
-    if eager or (window is not None and length > window):
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if eager or (window is not None and keys > window) or before:
+        if not eager and window is None and queries >= max(WORTH_CAUSAL, before):
+            whole = F.pad(query, (0, 0, before, 0))
+            return _causal(whole, key, value, options)[:, :, before:]
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(before)
     if mask is not None and window is not None:
-        mask = mask.triu(1 - window)
+        mask = mask.triu(before + 1 - window)
     if eager:
         return _eager(query, key, value, required(mask), options)
     grouped = query.shape[1] != key.shape[1]
@@ -204,12 +224,15 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
     if group is None:
         return inputs
     assert inputs.packed is not None, "padded rows cannot be sliced"
-    tokens = inputs.input_ids.shape[1]
+    tokens, packed = inputs.input_ids.shape[1], inputs.packed
     padding = -tokens % group.size()
     width = (tokens + padding) // group.size()
     first = group.rank() * width
-    start, end = torch.searchsorted(inputs.predictors, torch.tensor([first, first + width])).tolist()
-    carried = dict(inputs.carried)
+    at = ((inputs.predictors >= first) & (inputs.predictors < first + width)).nonzero().flatten()
+    last_row, paths, carried = [padding] * bool(padding), packed.paths, dict(inputs.carried)
+    if paths is not None:
+        own = torch.arange(tokens, tokens + padding)
+        paths = Paths.of([*paths.lengths, *last_row], places=torch.cat([paths.places, own]))
     for name, value in carried.items():
         if declared(name).axis == "token":
             value = F.pad(value, (*(0, 0) * (value.dim() - 1), 0, padding), value=declared(name).absent)
@@ -218,12 +241,12 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
         inputs,
         input_ids=F.pad(inputs.input_ids, (0, padding))[:, first : first + width],
         position_ids=F.pad(inputs.position_ids, (0, padding))[..., first : first + width],
-        predictors=inputs.predictors[start:end] - first,
-        targets=inputs.targets[start:end],
-        packed=PackedRows.of([*inputs.packed.lengths, *[padding] * bool(padding)], group),
+        predictors=inputs.predictors[at] - first,
+        targets=inputs.targets[at],
+        packed=PackedRows.of([*packed.lengths, *last_row], group=group, paths=paths),
         carried=carried,
         pictures=inputs.pictures and inputs.pictures.between(first, first + width),
-        slice=SequenceSlice(group, start, len(inputs.targets)),
+        slice=SequenceSlice(group, at, inputs.predictors),
     )
 
 
@@ -273,12 +296,11 @@ def _all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
 class _GatherSlices(Function):
     @staticmethod
     def forward(ctx, own: Tensor, slice_: SequenceSlice) -> Tensor:
-        ctx.span = slice(slice_.start, slice_.start + len(own))
-        outputs = own.new_zeros(slice_.total, *own.shape[1:])
-        outputs[ctx.span] = own
+        ctx.save_for_backward(slice_.at)
+        outputs = own.new_zeros(len(slice_.predictors), *own.shape[1:]).index_copy_(0, slice_.at, own)
         dist.all_reduce(outputs, group=slice_.group)  # exact: all other ranks add zeros
         return outputs
 
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][ctx.span], None
+        return gradients[0][ctx.saved_tensors[0]], None

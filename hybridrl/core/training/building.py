@@ -13,6 +13,7 @@ from hybridrl.core.training.attention import sequence_group
 from hybridrl.core.training.fsdp import reshard, shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner, ModelShard, RankModel
+from hybridrl.core.training.loading import is_random
 from hybridrl.core.training.lora import add_adapter, load_adapter
 from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
@@ -47,8 +48,9 @@ def build_shards(config: WorkerConfig, ranks: int, device: torch.device) -> dict
     for name, entry in config.models.items():
         if entry.weights in ("live", "base"):
             actor = shards["actor"]
+            options = {"vision": actor.vision, "shares": actor.shares}
             layout_of_actor = actor.padded, actor.group, actor.tensor_ranks
-            shard = ModelShard(actor.model, entry.fsdp, device, *layout_of_actor, entry.reads, vision=actor.vision)
+            shard = ModelShard(actor.model, entry.fsdp, device, *layout_of_actor, entry.reads, **options)
         else:
             shard = _load_shard(name, config, ranks, device, shards)
             _check(name, config, shard, {config.models[other].model.path for other in shards})
@@ -81,9 +83,16 @@ def _load_shard(
         load_adapter(model.model, Path(section.lora_adapter_path))
     optimizers = _optimizers(model, entry, device)  # before a forward pass, which gathers the parameters
     group = sequence_group(fsdp.ulysses_sequence_parallel_size, config.collective_timeout, meshes.tensor_ranks)
-    padded = not section.use_remove_padding or (group is None and models.packed_rows_interact(model, device))
+    # Rows alone have random numbers of their own; what they share would have them once.
+    shares = section.use_remove_padding and not is_random(model.model, section)
+    if group is None:
+        shares = shares and not models.packed_rows_interact(model, device, shares=True)
+    padded = not section.use_remove_padding
+    if group is None and not (padded or shares):
+        padded = models.packed_rows_interact(model, device)
     ahead = 0 if entry.head.endswith("score") else 1
-    shard = ModelShard(model, fsdp, device, padded, group, meshes.tensor_ranks, entry.reads, ahead, model.vision)
+    layout_of_rows = padded, group, meshes.tensor_ranks, entry.reads, ahead, model.vision, shares
+    shard = ModelShard(model, fsdp, device, *layout_of_rows)
     if optimizers is None:
         return shard
     return Learner(**vars(shard), optimizers=optimizers, dump_prefix=Path(config.skipped_updates, name))
@@ -100,10 +109,18 @@ def _optimizers(model: nn.Module, entry: RankModel, device: torch.device) -> Opt
 
 
 def _check(name: str, config: WorkerConfig, shard: ModelShard, checked: set[str]) -> None:
-    """Check that a language model computes the same as its own forward pass, except for a path among those checked."""
+    """Check that a language model computes the same as its own forward pass, except for a path among those checked. If
+    it does only while rows share no tokens, they do not."""
     entry, options = config.models[name], {"padded": shard.padded, "group": shard.group}
     if isinstance(shard.model, LanguageModel) and entry.model.path not in checked:
-        models.check_log_probs(shard.model, entry.compute_dtype, shard.device, **options)
+        check = partial(models.check_log_probs, shard.model, entry.compute_dtype, shard.device, **options)
+        try:
+            check(shares=shard.shares)
+        except ValueError:
+            if not shard.shares:
+                raise
+            check(shares=False)
+            shard.shares = False
         if config.replays_routes and name == "actor":
             reshard(shard.model)
             shard.model.replay = RouterReplay(shard.model.model)

@@ -7,7 +7,7 @@ rows that caused it, if known, are written to a file, with the name of the first
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from hybridrl.core.carried import CONTEXT
 from hybridrl.core.training.attention import slice_of
 from hybridrl.core.training.fsdp import clip_gradient, host_parameters, move_parameters, reshard
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import MicroBatch, ModelInputs, pack_rows, to_device
+from hybridrl.core.training.packing import MicroBatch, ModelInputs, as_read, each_token_once, pack_rows, to_device
 from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch
 from hybridrl.core.training.vision import Vision, VisionConfig
 
@@ -93,13 +93,14 @@ class ModelShard:
     reads: tuple[str, ...] = ()
     ahead: int = 1  # 0: its output for a token is computed from this token too
     vision: Vision | None = None  # if the rows of the run have pictures
+    shares: bool = True  # packed rows that begin alike have these tokens once
 
     def lay_out(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows, in host memory."""
-        rows = rows.in_context() if CONTEXT in self.reads else rows
-        carried = {name: value for name, value in rows.carried.items() if name in self.reads}
-        inputs = pack_rows(replace(rows, carried=carried), self.padded, self.ahead)
-        return slice_of(self.vision.inputs(rows, inputs) if self.vision else inputs, self.group)
+        rows = as_read(rows, self.reads)
+        inputs = pack_rows(rows, self.padded, self.ahead)
+        inputs = self.vision.inputs(rows, inputs) if self.vision else inputs
+        return slice_of(each_token_once(inputs, rows, self.ahead, self.shares), self.group)
 
     def inputs(self, rows: Batch) -> ModelInputs:
         """Return this rank's model inputs for these rows."""
@@ -163,7 +164,7 @@ class Learner(ModelShard):
                 on_retry()
                 module = first_not_finite(self.model, partial(self._losses, part, mini_batch, loss))
                 self._write_rows(part, mini_batch, finite, all_finite, f"step-{step}-update-{number}", module)
-                shares = {}
+                shares = {"computed_tokens": shares["computed_tokens"]}
             self.optimizers.zero_grad()
             metrics.append(shares | {"lr": lr / ranks, "skipped_updates": (not sound) / ranks})
             if self.optimizers.skip_zero_gradient:
@@ -199,8 +200,9 @@ class Learner(ModelShard):
         """Compute a mini-batch's gradient, clipped to a norm of `clip`. Returns shares of metrics; whether each
         micro-batch's loss is finite; whether all ranks' are; and the norm before clipping, equal on every rank."""
         shares: dict[str, Tensor] = {}
-        losses = []
+        losses, computed = [], 0
         for part, totals in self.micro_batches(batch, mini_batch):
+            computed += part.inputs.computed if totals else 0
             total, metrics = loss(part, totals)
             # FSDP averages over ranks, while the divisors already are those of the complete mini-batch. When the ranks
             # of a group share a loss, each has the gradient of its own slice.
@@ -217,7 +219,8 @@ class Learner(ModelShard):
         norm = clip_gradient(self.model, clip)
         # The host waits for the device here alone, and reads one vector.
         any_broken, norm_before, *values = torch.stack([broken, norm, *shares.values()]).tolist()
-        return dict(zip(shares, values, strict=True)), finite, not any_broken, norm_before
+        metrics = dict(zip(shares, values, strict=True)) | {"computed_tokens": float(computed)}
+        return metrics, finite, not any_broken, norm_before
 
     def _can_retry(self) -> bool:
         """Change what may have made the gradient of a finite loss infinite or NaN: in float16 too large a loss scale,

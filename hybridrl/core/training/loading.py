@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from huggingface_hub import snapshot_download
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch
 from transformers import (
     AutoConfig,
@@ -77,6 +77,14 @@ def from_settings(settings: PreTrainedConfig, config: ModelConfig, **options: An
     return kind.from_config(settings, trust_remote_code=config.trust_remote_code, **options)
 
 
+def is_random(model: PreTrainedModel, config: ModelConfig) -> bool:
+    """Return whether the settings or layers of a model drop activations in training, or change them at random. The
+    dropout before the head of a value model is never computed."""
+    parts = (model.config, model.config.get_text_config())
+    drops = any(isinstance(module, nn.Dropout) and module.p for module in model.base_model.modules())
+    return bool(drops or config.lora.dropout or any(disturbances(vars(part)) for part in parts))
+
+
 def blank_model(
     make: Callable[..., PreTrainedModel], settings: PreTrainedConfig, config: ModelConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -98,10 +106,8 @@ def blank_model(
         functorch.activation_memory_budget = KEPT
     if every := config.recomputes_every:
         # The state of random numbers is only kept, per layer, where activations may be dropped.
-        parts = (settings, settings.get_text_config())
         custom = config.trust_remote_code or config.external_lib  # may drop some whatever the settings
-        random = custom or config.lora.dropout or any(disturbances(vars(part)) for part in parts)
-        options = {"use_reentrant": False, "preserve_rng_state": bool(random)}
+        options = {"use_reentrant": False, "preserve_rng_state": bool(custom) or is_random(model, config)}
         try:
             model.gradient_checkpointing_enable(options, every_n_layers=every)
         except ValueError as error:

@@ -290,12 +290,13 @@ def policy_objective(
 
 def _in_slice(outputs: ReferenceOutputs, inputs: ModelInputs, policy: ModelInputs) -> ReferenceOutputs:
     """Return another model's hidden states at the response tokens of the policy's slice. The slices differ where a
-    context makes its rows longer; collective then."""
+    context makes its rows longer, or the rows share more or fewer tokens in one of the models; collective then."""
     ours, theirs = policy.slice, inputs.slice
-    if ours is None or theirs is None or required(policy.packed).lengths == required(inputs.packed).lengths:
+    if ours is None or theirs is None:
         return outputs
-    hidden = gather_slices(outputs.hidden, theirs)
-    return outputs._replace(hidden=hidden[ours.start : ours.start + len(policy.predictors)])
+    if policy.input_ids.shape == inputs.input_ids.shape and torch.equal(ours.predictors, theirs.predictors):
+        return outputs
+    return outputs._replace(hidden=gather_slices(outputs.hidden, theirs)[ours.at])
 
 
 def critic_objective(learner: Learner, section: CriticConfig) -> BatchLoss:

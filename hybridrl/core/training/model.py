@@ -33,7 +33,7 @@ from hybridrl.core.training import attention
 from hybridrl.core.training.attention import gather_slices, slice_of
 from hybridrl.core.training.heads import Head, LogitRule, TopTokens
 from hybridrl.core.training.loading import blank_model, from_settings, load_settings
-from hybridrl.core.training.packing import ModelInputs, pack_rows, separate_rows
+from hybridrl.core.training.packing import ModelInputs, each_token_once, pack_rows, read_at, separate_rows
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.token_outputs import LossGradient, OutputSpec, TokenOutputs, token_outputs
 from hybridrl.core.training.vision import NEVER, Vision
@@ -74,7 +74,10 @@ class TokenModel(nn.Module):
         hidden = self.model.base_model(
             input_ids=ids, position_ids=inputs.position_ids, packed=inputs.packed, use_cache=False, **pictures
         ).last_hidden_state
-        return hidden.flatten(0, 1)[inputs.predictors]
+        hidden, packed = hidden.flatten(0, 1), inputs.packed
+        if packed is not None and packed.paths is not None:
+            return read_at(hidden, inputs.predictors)
+        return hidden[inputs.predictors]
 
 
 class LanguageModel(TokenModel):
@@ -98,7 +101,7 @@ class LanguageModel(TokenModel):
         if inputs.slice is not None:
             loss_gradient = None  # a loss needs the outputs of all slices
             if isinstance(top := options.get("teacher"), TopTokens):
-                options["teacher"] = TopTokens(top.hidden[inputs.slice.start :][: len(inputs.targets)])
+                options["teacher"] = TopTokens(top.hidden[inputs.slice.at])
         spec = OutputSpec(temperature, loss_gradient=loss_gradient, **options)
         # The class's method: that of an FSDP2 instance would gather the parameters again, after forward() did.
         hidden = TokenModel.hidden_states(self, inputs)
@@ -271,13 +274,15 @@ def without_pairs(model: PreTrainedModel) -> Iterator[None]:
 
 
 @torch.no_grad()
-def packed_rows_interact(model: TokenModel, device: torch.device = HOST) -> bool:
-    """Return whether packed rows influence each other, as with attention that ignores boundaries; collective, for a
-    sharded model. Compares hidden states, since a new value head maps everything to zero."""
+def packed_rows_interact(model: TokenModel, device: torch.device = HOST, *, shares: bool = False) -> bool:
+    """Return whether packed rows influence each other, as with attention that ignores boundaries; or with `shares`, if
+    the tokens that they share are computed once. Collective, for a sharded model. Compares hidden states, since a new
+    value head maps everything to zero."""
     settings, training = model.model.config, model.training
     batch = token_rows(_some_tokens(settings))
     model.eval()
-    packed, padded = (model.hidden_states(pack_rows(batch, padded).to(device)).float() for padded in (False, True))
+    layouts = (each_token_once(pack_rows(batch, padded), batch, 1, shares) for padded in (False, True))
+    packed, padded = (model.hidden_states(inputs.to(device)).float() for inputs in layouts)
     model.train(training)
     return bool(((packed - padded).norm(dim=-1) > MIXED * padded.norm(dim=-1)).any())
 
@@ -289,20 +294,22 @@ def check_log_probs(
     device: torch.device = HOST,
     *,
     padded: bool,
+    shares: bool = False,
     group: ProcessGroup | None = None,
 ) -> None:
     """Raise ValueError if log-probs computed here in this type differ from those of the model's own forward pass, one
     row at a time; collective, for a sharded model. They differ if a family transforms its logits otherwise than
     `LogitRule`, or if its attention needs more than masks, windows, caps and sinks. A limited reach of attention is
     shortened here, as rows longer than the configured limit would cost too much. If the run has pictures, they are
-    compared too, and must change the log-probs."""
+    compared too, and must change the log-probs. With `shares` the rows compute what they have in common once."""
     model, texts, vision = language_model.model, _some_tokens(language_model.model.config), language_model.vision
     batch, training, name = token_rows(texts), model.training, str(dtype).removeprefix("torch.")
     batch = vision.sample_rows(*texts) if vision else batch
     language_model.eval()
     with _short_reach(model):
         inputs = pack_rows(batch, padded)
-        inputs = slice_of(vision.inputs(batch, inputs) if vision else inputs, group).to(device)
+        inputs = vision.inputs(batch, inputs) if vision else inputs
+        inputs = slice_of(each_token_once(inputs, batch, 1, shares), group).to(device)
         ours = language_model(inputs, 1.0).log_probs
         if inputs.pictures is not None:
             black = replace(inputs.pictures, pixels=torch.zeros_like(inputs.pictures.pixels))
@@ -364,4 +371,4 @@ def _short_reach(model: PreTrainedModel) -> Iterator[None]:
 
 def _some_tokens(settings: PreTrainedConfig) -> list[list[int]]:
     ids = (torch.arange(14) * 37 % min(settings.get_text_config().vocab_size, 4096)).tolist()
-    return [ids[:5], ids[5:]]
+    return [ids[:7], [*ids[:4], *ids[7:]]]

@@ -1,21 +1,38 @@
-"""Rows laid out as the inputs of a model: packed into one sequence without padding, or padded to the longest."""
+"""Rows laid out as the inputs of a model: packed into one sequence without padding, or padded to the longest. Packed
+rows that begin alike have these tokens once.
+
+Rows are sorted by their tokens. A row then shares with the one directly before it all that it shares with any before
+it. So one number per row, `shared`, describes beginnings of any depth. Row i computes its tokens from `shared[i]` on,
+and attends to all of its tokens; the first `shared[i]` of them are where the row before has them.
+
+    rows, sorted          shared  computed            keys of the row
+    s u A A A             0       s u A A A           0 1 2 3 4.
+    s u A B               3       B                   0 1 2 5.
+    s u C C v D           2       C C v D             0 1 6 7 8 9.
+
+The last token of a language model's row is not computed: the head does not read its hidden state, and no later token
+attends to it. Outputs and gradient are those of the rows alone.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from hybridrl.core import device as devices
 from hybridrl.core.batch import Batch, places
-from hybridrl.core.carried import declared
+from hybridrl.core.carried import CONTEXT, declared
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class Spans:
     """The boundaries of packed rows, for attention. The lengths are kept on the host: reading them from a GPU would
     make the host wait for it in every layer. Compiled layers read `longest` alone, a number that may vary, as lengths
     would become constants."""
@@ -23,20 +40,42 @@ class PackedRows:
     lengths: tuple[int, ...]
     longest: int
     boundaries: Tensor  # [rows + 1] int32, cumulative lengths
-    group: ProcessGroup | None = None  # its ranks each hold a slice of the tokens
 
     @classmethod
-    def of(cls, lengths: Sequence[int], group: ProcessGroup | None = None) -> "PackedRows":
-        return cls(tuple(lengths), max(lengths), torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), group)
+    def of(cls, lengths: Sequence[int], **fields: Any) -> Self:
+        boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return cls(tuple(lengths), max(lengths), boundaries, **fields)
+
+
+@dataclass(frozen=True)
+class Paths(Spans):
+    """All tokens of each packed row: what it attends to. `places` is where each is among the computed ones [T]."""
+
+    places: Tensor = field(kw_only=True)
+
+
+@dataclass(frozen=True)
+class PackedRows(Spans):
+    """The tokens that each packed row computes; rows without any are left out."""
+
+    group: ProcessGroup | None = None  # its ranks each hold a slice of the tokens
+    paths: Paths | None = None  # None: no row shares tokens with another
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "PackedRows":
+        """Apply a function to every tensor."""
+        paths = self.paths
+        if paths is not None:
+            paths = replace(paths, boundaries=function(paths.boundaries), places=function(paths.places))
+        return replace(self, boundaries=function(self.boundaries), paths=paths)
 
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """This rank's slice of tokens that the ranks of a group share: its response tokens begin at `start` of `total`."""
+    """This rank's slice of tokens that the ranks of a group share."""
 
     group: ProcessGroup
-    start: int
-    total: int
+    at: Tensor  # [response tokens of the slice], their places among all
+    predictors: Tensor  # [response tokens] those of the whole rows, in host memory
 
 
 @dataclass(frozen=True)
@@ -51,8 +90,13 @@ class PictureInputs:
 
     def between(self, first: int, end: int) -> "PictureInputs":
         """Return the inputs for a slice of the flattened input, with all pictures."""
-        inside = (self.at >= first) & (self.at < end)
-        return replace(self, taken=self.taken[inside], at=self.at[inside] - first)
+        return self.among(torch.arange(first, end))
+
+    def among(self, tokens: Tensor) -> "PictureInputs":
+        """Return the inputs for these tokens of the flattened input, in ascending order, with all pictures."""
+        at = torch.searchsorted(tokens, self.at)
+        inside = tokens[at.clamp(max=len(tokens) - 1)] == self.at
+        return replace(self, taken=self.taken[inside], at=at[inside])
 
 
 @dataclass
@@ -70,9 +114,16 @@ class ModelInputs:
     slice: SequenceSlice | None = None  # set if the tokens are only a slice of the packed rows
     pictures: PictureInputs | None = None  # None if no row of the batch has a picture
 
+    @property
+    def computed(self) -> int:
+        """Return how many tokens the model computes, with padding; those of all slices."""
+        return self.input_ids.numel() if self.packed is None else sum(self.packed.lengths)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> "ModelInputs":
         """Apply a function to every tensor."""
-        packed = self.packed and replace(self.packed, boundaries=function(self.packed.boundaries))
+        packed, slice_ = self.packed and self.packed.map(function), self.slice
+        if slice_ is not None:
+            slice_ = replace(slice_, at=function(slice_.at))
         own: dict[str, Any] = {name: function(item) for name, item in vars(self).items() if isinstance(item, Tensor)}
         carried = {name: function(value) for name, value in self.carried.items()}
         pictures = self.pictures
@@ -80,7 +131,7 @@ class ModelInputs:
             tower = {key: function(each) if isinstance(each, Tensor) else each for key, each in pictures.tower.items()}
             moved = {name: function(getattr(pictures, name)) for name in ("pixels", "taken")}
             pictures = replace(pictures, tower=tower, **moved)
-        return replace(self, **own, packed=packed, carried=carried, pictures=pictures)
+        return replace(self, **own, packed=packed, carried=carried, pictures=pictures, slice=slice_)
 
     def to(self, device: torch.device) -> "ModelInputs":
         """Return the same inputs on a device; the host does not wait for the copy."""
@@ -147,6 +198,145 @@ def pack_rows(batch: Batch, padded: bool, ahead: int = 1) -> ModelInputs:
     return ModelInputs(ids.view(shape), positions.view(shape), responses - ahead, targets, packed, carried)
 
 
+# -- each token once ---------------------------------------------------------------------------------------------------
+
+
+def each_token_once(inputs: ModelInputs, rows: Batch, ahead: int, shares: bool) -> ModelInputs:
+    """Return packed inputs of these rows without the tokens whose hidden states nothing reads, and if the model shares,
+    without those that a row has in common with the one before it. Padded inputs stay as they are."""
+    lengths, shared = rows.lengths.numpy(), shared_beginnings(rows) if shares else np.zeros(len(rows), np.int64)
+    if inputs.packed is None or not (ahead or shared.any()):
+        return inputs
+    starts, read = lengths.cumsum() - lengths, lengths - ahead  # the output of a last token would predict nothing
+    own = read - shared
+    computed = places(torch.from_numpy(starts + shared), torch.from_numpy(own))
+    at = np.full(lengths.sum(), -1)  # where each token of the rows is among the computed ones
+    at[computed.numpy()] = np.arange(len(computed))
+    for row in shared.nonzero()[0].tolist():
+        at[starts[row] :][: shared[row]] = at[starts[row - 1] :][: shared[row]]
+    computes, paths = own > 0, None
+    if shared.any():
+        path = places(torch.from_numpy(starts[computes]), torch.from_numpy(read[computes]))
+        paths = Paths.of(read[computes].tolist(), places=torch.from_numpy(at)[path])
+    of_tokens = {name: value[computed] for name, value in inputs.carried.items() if declared(name).axis == "token"}
+    return replace(
+        inputs,
+        input_ids=inputs.input_ids[:, computed],
+        position_ids=inputs.position_ids[..., computed],
+        predictors=torch.from_numpy(at)[inputs.predictors],
+        packed=PackedRows.of(own[computes].tolist(), paths=paths),
+        carried=inputs.carried | of_tokens,
+        pictures=inputs.pictures and inputs.pictures.among(computed),
+    )
+
+
+def as_read(rows: Batch, reads: Sequence[str]) -> Batch:
+    """Return the rows as a model reads them, with the carried fields that it reads."""
+    rows = rows.in_context() if CONTEXT in reads else rows
+    return replace(rows, carried={name: value for name, value in rows.carried.items() if name in reads})
+
+
+def tree_order(batch: Batch) -> np.ndarray:
+    """Return the rows of each group in the order of their tokens, groups in the order of their first rows [rows]."""
+    rows, groups = token_bytes(batch), batch.group.tolist()
+    number = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    return np.array(sorted(range(len(rows)), key=lambda row: (number[groups[row]], rows[row])), dtype=np.int64)
+
+
+def shared_beginnings(batch: Batch, order: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
+    """Return how many tokens each row has in common with the row before it in this order [rows]; at most one less than
+    the shorter of the two has. All that enters a common token is equal: its id, and the batch's carried fields that
+    enter a model. Rows of different groups share an eighth of the row or nothing: for the few tokens with which a chat
+    template begins, keys and values of all rows would be copied in every layer."""
+    rows, lengths, groups = token_bytes(batch), batch.lengths.tolist(), batch.group.tolist()
+    shared = np.zeros(len(rows), np.int64)
+    neighbours = [*pairwise(range(len(rows)) if order is None else [*map(int, order)])]
+    for before, row in neighbours:
+        most = min(lengths[before], lengths[row]) - 1
+        shared[row] = common = _common(rows[before], rows[row], most)
+        if 8 * common < lengths[row] and groups[before] != groups[row]:
+            shared[row] = 0
+    ends = batch.lengths.cumsum(0).tolist()
+    for name in [name for name in batch.carried if declared(name).enters] if shared.any() else ():
+        values = _per_token(batch, name)
+        for before, row in [pair for pair in neighbours if shared[pair[1]]]:
+            ours, theirs = (values[ends[each] - lengths[each] :][: shared[row]] for each in (row, before))
+            if len(other := (ours != theirs).reshape(len(ours), -1).any(1).nonzero()[0]):
+                shared[row] = other[0]
+    return shared
+
+
+def computed_tokens(rows: Batch, shares: bool) -> int:
+    """Return how many tokens of these rows a model computes together, without padding."""
+    return int(rows.lengths.sum()) - (int(shared_beginnings(rows).sum()) if shares else 0)
+
+
+def token_bytes(batch: Batch) -> list[bytes]:
+    """Return each row's token ids, prompt and response, as bytes that compare as the ids do. An index of all tokens
+    would take five times as long."""
+    parts = []
+    for ids, lengths in ((batch.prompt_ids, batch.prompt_lengths), (batch.response_ids, batch.response_lengths)):
+        content, ends = ids.numpy().astype(">i4").view(np.uint8).data, (4 * lengths.cumsum(0)).tolist()
+        parts.append([content[start:end] for start, end in pairwise([0, *ends])])
+    return [b"".join(pair) for pair in zip(*parts, strict=True)]
+
+
+def _common(first: bytes, second: bytes, most: int) -> int:
+    """Return with how many equal tokens, of four bytes each, two rows begin, but `most` at most."""
+    equal = 0
+    while equal < most:
+        middle = (equal + most + 1) // 2
+        if first[4 * equal : 4 * middle] == second[4 * equal : 4 * middle]:
+            equal = middle
+        else:
+            most = middle - 1
+    return equal
+
+
+def _per_token(batch: Batch, name: str) -> np.ndarray:
+    """Return a carried field with a value for every token of the rows; an item has its value at its first token."""
+    field, values, lengths = declared(name), batch.carried[name], batch.lengths
+    if field.axis == "token":
+        return values.numpy()
+    starts = lengths.cumsum(0) - lengths
+    if field.axis == "items":
+        others = (other for other in batch.carried if declared(other).lengths == field.lengths)
+        first = next((batch.carried[other] for other in others if declared(other).join == "places"), None)
+        if first is None:
+            raise ValueError(f"carried field {name}: it enters the model, and no field has the places of its items")
+        at = starts.repeat_interleave(batch.carried[field.lengths]) + first.long()
+    elif field.axis == "row":
+        return values.repeat_interleave(lengths, 0).numpy()
+    elif field.axis == "prompt":
+        at = places(starts, batch.prompt_lengths)
+    else:
+        at = places(starts + batch.prompt_lengths, batch.response_lengths)
+    return values.new_full((int(lengths.sum()), *values.shape[1:]), field.absent).index_copy_(0, at, values).numpy()
+
+
+def read_at(values: Tensor, at: Tensor, dim: int = 0) -> Tensor:
+    """Return the values at these places of a dimension. Where several readers take one, the sum of their gradients is
+    computed in float32: each addition in bfloat16 would round to 8 bits."""
+    return _Read.apply(values, at, dim)
+
+
+class _Read(Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, at: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.shape, ctx.dim = values.shape, dim
+        return values.index_select(dim, at)
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (at,), gradient = ctx.saved_tensors, gradients[0]
+        total = gradient.new_zeros(ctx.shape, dtype=torch.promote_types(gradient.dtype, torch.float32))
+        return total.index_add_(ctx.dim, at, gradient.to(total.dtype)).to(gradient.dtype), None, None
+
+
+# -- layers that mix neighbouring tokens -------------------------------------------------------------------------------
+
+
 def separate_rows(model: nn.Module) -> None:
     """Make layers that mix neighbouring tokens without attention compute packed rows one by one.
 
@@ -169,5 +359,8 @@ def _row_by_row(
     sliced = packed is not None and packed.group is not None  # a slice does not consist of rows
     if packed is None or sliced or any(isinstance(value, Tensor) for value in arguments):
         return forward(hidden_states, *arguments, **options)
-    rows = hidden_states.split(packed.lengths, dim=1)
-    return torch.cat([forward(row, *arguments, **options) for row in rows], dim=1)
+    whole, lengths = hidden_states, packed.lengths
+    if packed.paths is not None:
+        whole, lengths = read_at(hidden_states, packed.paths.places, 1), packed.paths.lengths
+    outputs = (forward(row, *arguments, **options) for row in whole.split(lengths, dim=1))
+    return torch.cat([output[:, -own:] for output, own in zip(outputs, packed.lengths, strict=True)], dim=1)

@@ -4,8 +4,10 @@ The driver plans everything, so that every rank runs the same number of micro-ba
 divisors of the loss are known before the first one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 from typing import Self
 
 import numpy as np
@@ -16,10 +18,13 @@ from hybridrl.config.schema import ActorRolloutRefConfig, CriticConfig, FSDPConf
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, pieces
 from hybridrl.core.carried import TEACHER
+from hybridrl.core.training.packing import shared_beginnings, tree_order
 from hybridrl.core.training.partition import partition
+from hybridrl.required import required
 
 UNEVEN = 2e-4  # a rank may have this much more work than the mean; half of it would double the time of planning
 
+Outputs = list[Tensor | None]  # a model's outputs for all rows, by kind
 MicroBatches = list[list[int]]  # one rank's micro-batches, as rows of the batch; an empty one keeps collectives aligned
 
 
@@ -30,6 +35,7 @@ class MicroBatchBudget:
     tokens: int
     rows: int | None = None  # a fixed number of rows instead of a number of tokens
     padded: bool = False  # rows are padded to the longest of the micro-batch
+    shares: bool = True  # rows that begin alike have these tokens once (packing.py)
     devices: int = 1  # ranks that compute a micro-batch together, each a slice of its tokens (attention.py)
     tensor: int = 1  # ranks among them with the same slice, each with a part of every layer (layout.py)
 
@@ -74,9 +80,9 @@ class UpdatePlan:
             budget=MicroBatchBudget.of(section.model, fsdp, trained.ppo_max_token_len_per_gpu, rows, by_tokens),
         )
 
-    def padded(self) -> Self:
-        """Return the same plan with rows padded to the longest of a micro-batch."""
-        return replace(self, budget=replace(self.budget, padded=True))
+    def laid_out(self, padded: bool, shares: bool) -> Self:
+        """Return the same plan for a model with this layout of rows."""
+        return replace(self, budget=replace(self.budget, padded=padded, shares=shares))
 
     def updates(self, prompts: int) -> int:
         return -(-prompts // self.prompts_per_update) * self.epochs
@@ -145,6 +151,115 @@ class Pieces:
             return self.rows[numbers].tolist()
         parts = [self.rows[: self.ends[number]][-self.sizes[number] :] for number in numbers]
         return np.concatenate(parts).tolist() if parts else []
+
+
+@dataclass(frozen=True)
+class Forest:
+    """The beginnings that rows of a batch have in common (packing.py). `order` has the rows of each group in the order
+    of their tokens; per row, `shared` is how many tokens the row before it in this order has too, `work` that of the
+    row, and `shared_work` that of these tokens."""
+
+    order: np.ndarray  # [rows]
+    shared: np.ndarray  # [rows]
+    work: np.ndarray  # [rows]
+    shared_work: np.ndarray  # [rows]
+
+    @classmethod
+    def of(
+        cls, readings: Sequence[Batch], size: int = 1, work: Callable[[np.ndarray], np.ndarray] = np.asarray
+    ) -> "Forest | None":
+        """Return what rows share in each of these readings (see `as_read`), by models with the same micro-batches; None
+        if it is nothing. `size` neighbouring rows stay together. `work` returns the work of the first tokens of each
+        row, given their numbers [rows]."""
+        order = tree_order(readings[0]) if size == 1 else np.arange(len(readings[0]))
+        shared = np.minimum.reduce([shared_beginnings(rows, order) for rows in readings])
+        return cls(order, shared, work(readings[0].lengths.numpy()), work(shared)) if shared.any() else None
+
+    @cached_property
+    def place(self) -> np.ndarray:
+        """Return the place of each row in the order."""
+        return self.order.argsort()
+
+    def continues(self, rows: np.ndarray) -> np.ndarray:
+        """Return whether each of these rows has the row before it in the order before it here, and shares tokens."""
+        return (self.shared[rows] > 0) & (np.diff(self.place[rows], prepend=-2) == 1)
+
+    def arranged(self, pieces: Pieces) -> Pieces:
+        """Return the same pieces in the order of their first rows."""
+        numbers = self.place[pieces.rows[pieces.ends - pieces.sizes]].argsort()
+        rows = np.array(pieces.rows_of(numbers), dtype=np.int64)
+        return Pieces(rows, pieces.sizes[numbers].cumsum(), pieces.work[numbers], pieces.memory[numbers])
+
+    def joined(self, pieces: Pieces, limit: int) -> Pieces:
+        """Return arranged pieces, joined with their neighbours where these begin alike, up to a memory of `limit`. A
+        sixteenth of what is shared still counts: each row copies keys and values, and has attention and outputs."""
+        continues, first = self.continues(pieces.rows), pieces.ends - pieces.sizes
+        saved, saved_work = (
+            np.where(continues, each[pieces.rows] * 15 // 16, 0) for each in (self.shared, self.shared_work)
+        )
+        alone = pieces.memory + saved[first] - np.add.reduceat(saved, first)
+        starts, total = [], 0
+        for number, (memory, common) in enumerate(zip(alone.tolist(), saved[first].tolist(), strict=True)):
+            total += memory - common
+            if not common or total > limit:
+                starts.append(number)
+                total = memory
+        heads = first[starts]
+        saved[heads] = saved_work[heads] = 0
+        memory, work = (np.add.reduceat(each, starts) for each in (pieces.memory, pieces.work))
+        memory, work = memory - np.add.reduceat(saved, heads), work - np.add.reduceat(saved_work, heads)
+        return Pieces(pieces.rows, np.append(heads[1:], len(pieces.rows)), work, memory)
+
+    def in_order(self, plans: Sequence[MicroBatches]) -> list[MicroBatches]:
+        """Return the same micro-batches, the rows of each in the order."""
+        place = self.place.tolist()
+        return [[sorted(rows, key=place.__getitem__) for rows in planned] for planned in plans]
+
+    def fullest(self, plans: Sequence[MicroBatches]) -> int:
+        """Return the most work of a rank, counted from its micro-batches. Their rows are in the order."""
+        parts = [rows for planned in plans for rows in planned if rows]
+        rows, counts = np.array([*chain(*parts)]), [sum(map(len, planned)) for planned in plans]
+        continues = self.continues(rows)
+        continues[np.cumsum([0, *map(len, parts[:-1])])] = False
+        work = np.append(0, (self.work[rows] - continues * self.shared_work[rows]).cumsum())
+        return int(np.diff(work[np.cumsum(counts)], prepend=0).max())
+
+
+def plan_trees(pieces: Pieces, forest: Forest | None, ranks: int, budget: MicroBatchBudget) -> list[MicroBatches]:
+    """Return each rank's micro-batches: rows that begin alike are together, as far as budget and balance allow. No rank
+    has more work, and there are no more micro-batches, than with every piece alone."""
+    best = plan(pieces, ranks, budget)
+    if forest is None or budget.padded:
+        return best
+    arranged = forest.arranged(pieces)
+    shared = arranged.rows[forest.continues(arranged.rows)]
+    if not len(shared):
+        return best
+    groups, fewest, best = ranks // budget.devices, len(best[0]), forest.in_order(best)
+    least, whole = forest.fullest(best), pieces.work.sum()
+    enough = 1.01 * (whole - forest.shared_work[shared].sum()) / groups
+    # Trees are cut by one limit, which is halved: it cuts those above the budget, and those too large for a balance.
+    limit = budget.tokens if budget.rows is None else int(pieces.memory.sum())
+    while least > enough:
+        trees = forest.joined(arranged, limit)
+        computed = whole - (whole - trees.work.sum()) * 16 / 15
+        if len(trees.ends) == len(pieces.ends) or computed >= groups * least:
+            break  # smaller trees compute more
+        cut = plan(trees, ranks, budget) if budget.rows is None else _cut_by_rows(trees, pieces.sizes[0], ranks, budget)
+        cut = forest.in_order(cut)
+        if len(cut[0]) <= fewest and (most := forest.fullest(cut)) < least:
+            best, least = cut, most
+        limit //= 2
+    return best
+
+
+def _cut_by_rows(trees: Pieces, size: int, ranks: int, budget: MicroBatchBudget) -> list[MicroBatches]:
+    """Return each rank's trees, cut where micro-batches have their number of rows; `size` neighbours stay together."""
+    shares = balance(trees.work, ranks // budget.devices)
+    of_ranks = [np.array(trees.rows_of(np.sort(share)), dtype=np.int64).reshape(-1, size) for share in shares]
+    most = -(-max(map(len, of_ranks)) // max(required(budget.rows) // size, 1))
+    plans = [[part.flatten().tolist() for part in np.array_split(rows, most)] for rows in of_ranks]
+    return [planned for planned in plans for _ in range(budget.devices)]
 
 
 def plan(pieces: Pieces, ranks: int, budget: MicroBatchBudget) -> list[MicroBatches]:
@@ -221,10 +336,12 @@ def rank_mini_batches(
     teachers: Sequence[str] = (),
     size: int = 1,
     work: np.ndarray | None = None,
+    forest: Forest | None = None,
 ) -> list[list[MiniBatch]]:
     """Return each rank's micro-batches of every mini-batch, with the divisors of the whole mini-batch, for these masks
     of the loss too. With teachers a micro-batch has rows of one, and the n-th of every rank of the same one. `size`
-    neighbouring rows are never divided. `work` is that of each row, by default its tokens."""
+    neighbouring rows are never divided. `work` is that of each row, by default its tokens; `forest` is what all models
+    of a micro-batch share."""
     lengths, counted = batch.lengths.numpy(), batch.only("response_mask", "episode", *masks)
     read = np.maximum(lengths, batch.in_context().lengths.numpy())  # by the policy or by the teacher of a row
     totals = [Divisors.of(counted.select(rows), masks) for rows in mini_batches]
@@ -235,7 +352,8 @@ def rank_mini_batches(
         return replace(pieces, memory=read[rows]) if size == 1 else pieces
 
     for rows, divisors in zip(mini_batches, totals, strict=True):
-        parts = [(name, plan(pieces_of(taught), ranks, budget)) for name, taught in _taught(batch, rows, teachers)]
+        taught = _taught(batch, rows, teachers)
+        parts = [(name, plan_trees(pieces_of(theirs), forest, ranks, budget)) for name, theirs in taught]
         names = tuple(name for name, of_ranks in parts for _ in of_ranks[0]) if teachers else ()
         for rank, into in enumerate(planned):
             into.append(MiniBatch([each for _, of_ranks in parts for each in of_ranks[rank]], divisors, names))
@@ -251,18 +369,20 @@ def _taught(batch: Batch, rows: Sequence[int], teachers: Sequence[str]) -> list[
     return [(name, np.asarray(rows)[of_rows == number].tolist()) for number, name in names.items() if number in of_rows]
 
 
-def work_with_pictures(batch: Batch, placeholder: int, weight: float) -> np.ndarray:
-    """Return the work of each row in tokens. The tower takes `weight` times what the language model takes for a token
-    of a picture."""
-    parts = (batch.prompt_ids, batch.prompt_lengths), (batch.response_ids, batch.response_lengths)
-    pictured = sum(_count(ids.numpy() == placeholder, lengths.numpy()) for ids, lengths in parts)
-    return batch.lengths.numpy() + np.rint(weight * pictured).astype(np.int64)
-
-
-def _count(marked: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return the number of marked elements of each row, whose elements are concatenated."""
-    before, ends = np.append(0, marked.cumsum()), lengths.cumsum()
-    return before[ends] - before[ends - lengths]
+def in_row_order(
+    columns: Sequence[Sequence[np.ndarray | None]],
+    shares: Sequence[MicroBatches],
+    lengths: Tensor,
+    budget: MicroBatchBudget,
+) -> Outputs:
+    """Return all outputs, one tensor per kind, in the batch's row order. A rank may have no rows; ranks that computed
+    their micro-batches together have the same outputs."""
+    columns = columns[:: budget.devices]
+    rows = [[row for micro_batch in share for row in micro_batch] for share in shares[:: budget.devices]]
+    computed = [(outputs, of_rank) for outputs, of_rank in zip(columns, rows, strict=True) if of_rank]
+    kinds = zip(*(outputs for outputs, _ in computed), strict=True)
+    filled = [of_rank for _, of_rank in computed]
+    return [None if kind[0] is None else reassemble(kind, filled, lengths) for kind in kinds]
 
 
 def reassemble(parts: Sequence[np.ndarray], rows: Sequence[Sequence[int]], lengths: Tensor) -> Tensor:

@@ -14,16 +14,16 @@ from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from transformers import PreTrainedConfig, PreTrainedModel, vision_utils
 
 from hybridrl.core.batch import Batch, as_tensor, places, token_rows
 from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES, Encoded
 from hybridrl.core.pictures import Picture, PixelRule, Pixels, digest_of, expanded, tokens_of
 from hybridrl.core.training.attention import TOWER
-from hybridrl.core.training.packing import ModelInputs, PictureInputs, pack_rows
+from hybridrl.core.training.packing import ModelInputs, PictureInputs, pack_rows, read_at
 from hybridrl.plugins import load, names
 from hybridrl.required import required
 
@@ -104,9 +104,9 @@ class Grid:
     def features(self, base: Any, inputs: PictureInputs) -> dict[str, Any]:
         pixels, arguments = inputs.pixels.type(base.visual.dtype), {"grid_thw": inputs.grids, **inputs.tower}
         outputs = base.visual(pixels, return_dict=True, **arguments)
-        outputs.pooler_output = [taken(outputs.pooler_output, inputs)]
+        outputs.pooler_output = [read_at(outputs.pooler_output, inputs.taken)]
         if (layers := getattr(outputs, "deepstack_features", None)) is not None:
-            outputs.deepstack_features = [[taken(layer, inputs)] for layer in layers]
+            outputs.deepstack_features = [[read_at(layer, inputs.taken)] for layer in layers]
         return {"mm_encoder_outputs": {"image": outputs}}
 
 
@@ -263,6 +263,36 @@ class Vision:
         return replace(pictures, pixels=values.flatten(1))
 
 
+def work_of(vision: VisionConfig | None, batch: Batch, first: np.ndarray | None = None) -> np.ndarray | None:
+    """Return the work of each row in tokens, or of its `first` ones [rows], for a model that sees; None: it is their
+    number. The tower takes `weight` times what the language model takes for a token of a picture."""
+    if vision is None or PICTURES not in batch.carried:
+        return first
+    counted, prompts = batch.lengths.numpy() if first is None else first, batch.prompt_lengths.numpy()
+    parts = (
+        (batch.prompt_ids, prompts, np.minimum(counted, prompts)),
+        (batch.response_ids, batch.response_lengths.numpy(), np.maximum(counted - prompts, 0)),
+    )
+    pictured = sum(_count(ids.numpy() == vision.placeholder, lengths, of_row) for ids, lengths, of_row in parts)
+    return counted + np.rint(vision.weight * pictured).astype(np.int64)
+
+
+def _count(marked: np.ndarray, lengths: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """Return the number of marked elements among the first ones of each row; rows are concatenated."""
+    before, starts = np.append(0, marked.cumsum()), lengths.cumsum() - lengths
+    return before[starts + first] - before[starts]
+
+
+def computed_share(batch: Batch, shares: Sequence[Sequence[Sequence[int]]]) -> dict[str, float]:
+    """Return how many pictures towers compute, those of each micro-batch once, over the pictures in rows."""
+    if PICTURES not in batch.carried:
+        return {}
+    of_rows = batch.carried[PICTURE_DIGEST].split(batch.carried[PICTURES].tolist())
+    read = [torch.cat([of_rows[row] for row in rows]) for share in shares for rows in share if rows]
+    total = sum(map(len, read))
+    return {"pictures/computed_share": sum(len(digests.unique()) for digests in read) / total} if total else {}
+
+
 def split(items: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
     """Return as many items as each count says, one after another."""
     ends = [*accumulate(counts)]
@@ -274,24 +304,3 @@ def no_pixels(digests: Sequence[int]) -> list[Pixels]:
     if digests:
         raise KeyError(f"pixels of the pictures {digests[:3]} have not been sent to this rank")
     return []
-
-
-def taken(features: Tensor, inputs: PictureInputs) -> Tensor:
-    """Return the feature of each placeholder [placeholders, width]; `features` are those of all pictures."""
-    return _Take.apply(features, inputs.taken)
-
-
-class _Take(Function):
-    """Features by index. The gradient of a feature that several rows read is added up in float32."""
-
-    @staticmethod
-    def forward(ctx, features: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.count = len(features)
-        return features[index]
-
-    @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor, None]:
-        (index,), gradient = ctx.saved_tensors, gradients[0]
-        total = gradient.new_zeros((ctx.count, *gradient.shape[1:]), dtype=torch.float32)
-        return total.index_add_(0, index, gradient.float()).to(gradient.dtype), None

@@ -100,9 +100,10 @@ class TrainWorker:
             if shard.vision is not None:
                 shard.vision.fetch = fetch
 
-    def padded(self) -> dict[str, bool]:
-        """Return whether each model's rows are padded, by configuration or because its layers require it."""
-        return {name: shard.padded for name, shard in self.models.items()}
+    def layouts(self) -> dict[str, dict[str, bool]]:
+        """Return whether each model's rows are padded, by configuration or because its layers require it; and whether
+        they share tokens."""
+        return {name: {"padded": shard.padded, "shares": shard.shares} for name, shard in self.models.items()}
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
@@ -114,22 +115,26 @@ class TrainWorker:
         micro_batches: MicroBatches,
         spec: ForwardSpec | None = None,
         rounding: str = "",
-    ) -> Columns:
+    ) -> tuple[Columns, int]:
         """Return a model's outputs for these rows: those of the spec in the order of `TokenOutputs`, or values as one
-        column; with `rounding` (a type), from an equally valid computation that rounds differently in it."""
-        spec = spec or ForwardSpec()
+        column; with `rounding` (a type), from an equally valid computation that rounds differently in it. And how many
+        tokens it computed."""
+        spec, computed = spec or ForwardSpec(), 0
         self._on_device(name, spec.against)
         with self._in_use(name) as shard, rounded_otherwise(rounding) if rounding else nullcontext():
 
-            def compute(part: Batch) -> MicroBatchOutputs:
+            def compute(rows: Sequence[int]) -> MicroBatchOutputs:
+                nonlocal computed
+                part = batch.select(rows or [0])
                 inputs = shard.inputs(part)
+                computed += inputs.computed if rows else 0
                 if not isinstance(shard.model, LanguageModel):
                     return (shard.model(inputs),)
                 against = self.hidden_of(spec.against, self.models[spec.against].inputs(part)) if spec.against else None
                 options = {"entropies": spec.entropies, "sum_pi_squared": spec.sum_pi_squared, "against": against}
                 return shard.model(inputs, spec.temperature, **options)
 
-            return concatenated([compute(batch.select(rows or [0])) for rows in micro_batches], micro_batches)
+            return concatenated([compute(rows) for rows in micro_batches], micro_batches), computed
 
     @torch.no_grad()
     def hidden_of(self, name: str, inputs: ModelInputs) -> ReferenceOutputs:

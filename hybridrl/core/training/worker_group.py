@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,25 +18,28 @@ from hybridrl.core.algorithms.algorithm import ForwardSpec, Signal, bind, import
 from hybridrl.core.algorithms.batch_metrics import Agreement
 from hybridrl.core.algorithms.rollout_correction import RolloutCorrection
 from hybridrl.core.batch import Batch, spans
-from hybridrl.core.carried import PICTURE_DIGEST, PICTURES
+from hybridrl.core.carried import PICTURE_DIGEST
 from hybridrl.core.cluster import Group, OutOfMemory, Pending
 from hybridrl.core.cluster.group import control_limit
 from hybridrl.core.pictures import PictureStore
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig, kl_of_teachers
+from hybridrl.core.training.packing import as_read, computed_tokens
 from hybridrl.core.training.planning import (
+    Forest,
     MicroBatchBudget,
     MicroBatches,
     MiniBatch,
+    Outputs,
     Pieces,
     UpdatePlan,
-    plan,
+    in_row_order,
+    plan_trees,
     rank_mini_batches,
-    reassemble,
     training_seed,
-    work_with_pictures,
 )
-from hybridrl.core.training.worker import Columns, TrainWorker
+from hybridrl.core.training.vision import computed_share, work_of
+from hybridrl.core.training.worker import TrainWorker
 from hybridrl.required import required
 from hybridrl.tracking.sink import Stopwatch
 
@@ -47,7 +49,6 @@ OLD_FIELDS = ("old_log_probs", "entropies", "sum_pi_squared", "reference_kl")
 OLD = Signal(OLD_FIELDS, "actor", ForwardSpec(entropies=True), timing="old_log_prob")
 CRITIC_FIELDS = ("response_mask", "values", "returns", "episode_tokens")
 
-Outputs = list[Tensor | None]  # a model's outputs for all rows, by kind
 Metrics = dict[str, float]
 
 
@@ -139,33 +140,40 @@ class TrainWorkers:
 
     def fill(self, batch: Batch, signal: Signal) -> Batch:
         """Fill the fields of a signal by a forward pass of its model, in all rows or in those of the signal."""
-        with self.watch(signal.timing or signal.fields[0]):
-            rows, part = None, batch
+        with self.watch(timing := signal.timing or signal.fields[0]):
+            rows, part, outputs = None, batch, []
             if signal.rows is not None:
                 name, value = signal.rows
                 rows = (required(batch.value(name)) == value).nonzero().flatten()
                 part = batch.select(rows)
             sent = part.only(*self.models[signal.model].reads)
-            outputs = self._forward(signal.model, sent, signal.spec) if len(part) else []
+            if len(part):
+                outputs, computed = self._forward(signal.model, sent, signal.spec)
+                self._count(timing, computed, int(sent.in_context().lengths.sum()))
         return _with_outputs(batch, signal.fields, outputs, rows)
 
-    def _forward(self, name: str, batch: Batch, spec: ForwardSpec) -> Outputs:
-        """Compute a model's outputs on every rank's share of these rows; return them in the batch's row order."""
+    def _forward(self, name: str, batch: Batch, spec: ForwardSpec) -> tuple[Outputs, int]:
+        """Compute a model's outputs on every rank's share of these rows. Returns them in the batch's row order, and how
+        many tokens the ranks computed."""
         budget = self.models[name].budget
         # A teacher reads longer rows than the policy: its context replaces the prompt.
-        lengths, work = batch.in_context().lengths.numpy(), self._work(name, batch)
-        shares = plan(Pieces.single(lengths, work=work), len(self.group), budget)
+        lengths, work = batch.in_context().lengths.numpy(), work_of(self.models[name].vision, batch)
+        forest = self._forest([name, *filter(None, [spec.against])], batch)
+        shares = plan_trees(Pieces.single(lengths, work=work), forest, len(self.group), budget)
         rows = self._share(batch)
         parts = [(name, rows, micro_batches, spec) for micro_batches in shares]
-        columns = self._scatter(TrainWorker.forward, parts, shares, batch, name)
-        return _in_row_order(columns, shares, batch.response_lengths, budget)
+        results = self._scatter(TrainWorker.forward, parts, shares, batch, name)
+        tokens = sum(computed for _, computed in results[:: budget.devices])
+        return in_row_order([columns for columns, _ in results], shares, batch.response_lengths, budget), tokens
 
-    def _work(self, model: str, batch: Batch) -> np.ndarray | None:
-        """Return the work of each row for a model that sees; None: that is its tokens."""
-        vision = self.models[model].vision
-        if vision is None or PICTURES not in batch.carried:
+    def _forest(self, names: Sequence[str], batch: Batch, size: int = 1) -> Forest | None:
+        """Return what rows of a batch share in each of these models with the same micro-batches; None if it is nothing.
+        `size` neighbouring rows stay together."""
+        computing = [self.models[name] for name in names]
+        if not all(model.budget.shares for model in computing):
             return None
-        return work_with_pictures(batch, vision.placeholder, vision.weight)
+        readings = [as_read(batch, reads) for reads in dict.fromkeys(model.reads for model in computing)]
+        return Forest.of(readings, size, lambda first: required(work_of(computing[0].vision, batch, first)))
 
     def _share(self, batch: Batch) -> Pending:
         """Share rows with all ranks, which keep the handles of the rows' pictures until other rows are shared."""
@@ -188,7 +196,9 @@ class TrainWorkers:
         try:
             return self.group.scatter(method, parts, timeout=self.timeout)
         except OutOfMemory as error:
-            tokens, rows = max((int(batch.lengths[rows].sum()), len(rows)) for share in shares for rows in share)
+            read, together = as_read(batch, self.models[model].reads), self.models[model].budget.shares
+            planned = [rows for share in shares for rows in share if rows]
+            tokens, rows = max((computed_tokens(read.select(part), together), len(part)) for part in planned)
             error.tokens, error.model = tokens if rows > 1 else None, model
             raise
 
@@ -253,15 +263,17 @@ class TrainWorkers:
         self.updates_begun += 1
         models = [name for name in ("actor", loss.against, *loss.teachers) if name]
         fields = (*loss.reads, *(name for model in models for name in self.models[model].reads))
-        shares, parts = self._mini_batches(batch, fields, mini_batches, budget, loss.masks, loss.teachers)
+        shares, parts, tokens = self._mini_batches(
+            models, batch, fields, mini_batches, budget, loss.masks, loss.teachers
+        )
         parts = [(*part, loss, step) for part in parts]
         results = self._scatter(TrainWorker.update_policy, parts, shares, batch, "actor")
-        metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor")
-        metrics |= kl_of_teachers(metrics) | _computed_share(batch, shares)
+        metrics = self._mean_metrics([share for share, _ in results[:: budget.devices]], "actor", tokens)
+        metrics |= kl_of_teachers(metrics) | computed_share(batch, shares)
         if not loss.old_from_update:
             return metrics, []
         columns = [columns for _, columns in results]
-        return metrics, _in_row_order(columns, shares, batch.response_lengths, budget)
+        return metrics, in_row_order(columns, shares, batch.response_lengths, budget)
 
     def update_critic(self, batch: Batch, step: int) -> Metrics:
         """Run the step's updates of the critic. Returns the updates' mean metrics."""
@@ -269,22 +281,24 @@ class TrainWorkers:
         self.updates_begun += 1
         with self.watch("update_critic"):
             mini_batches, budget = self.critic.updates.mini_batches(batch.group, step), self.critic.updates.budget
-            shares, parts = self._mini_batches(batch, CRITIC_FIELDS, mini_batches, budget)
+            shares, parts, tokens = self._mini_batches(["critic"], batch, CRITIC_FIELDS, mini_batches, budget)
             parts = [(*part, self.critic.section, step) for part in parts]
             metrics = self._scatter(TrainWorker.update_critic, parts, shares, batch, "critic")
-        return self._mean_metrics(metrics[:: budget.devices], "critic") | self.watch.take()
+        return self._mean_metrics(metrics[:: budget.devices], "critic", tokens) | self.watch.take()
 
     def update_pairs(self, batch: Batch, center: float, step: int) -> Metrics:
         """Run one update of a reward model on pairs of rows. Returns its metrics."""
         self.updates_begun += 1
         budget, clip = self.policy.updates.budget, self.policy.loss.grad_clip
-        shares, parts = self._mini_batches(batch, ("response_mask", "rewards"), [range(len(batch))], budget, size=2)
+        fields = ("response_mask", "rewards")
+        shares, parts, tokens = self._mini_batches(["actor"], batch, fields, [range(len(batch))], budget, size=2)
         parts = [(*part, center, clip, step) for part in parts]
         metrics = self._scatter(TrainWorker.update_pairs, parts, shares, batch, "actor")
-        return self._mean_metrics(metrics[:: budget.devices], "actor")
+        return self._mean_metrics(metrics[:: budget.devices], "actor", tokens)
 
     def _mini_batches(
         self,
+        names: Sequence[str],
         batch: Batch,
         fields: Sequence[str],
         mini_batches: Sequence[Sequence[int]],
@@ -292,17 +306,25 @@ class TrainWorkers:
         masks: Sequence[str] = (),
         teachers: Sequence[str] = (),
         size: int = 1,
-    ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]]]:
-        """Return each rank's micro-batches of all mini-batches, flat; and the shared rows with its mini-batches."""
-        work = self._work("actor", batch)  # a critic reads no pictures
-        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, masks, teachers, size, work)
+    ) -> tuple[list[MicroBatches], list[tuple[Pending, list[MiniBatch]]], int]:
+        """Return each rank's micro-batches of all mini-batches, flat; the shared rows with its mini-batches; and the
+        tokens of all their rows. The models of these names compute them, the trained one first."""
+        work, forest = work_of(self.models[names[0]].vision, batch), self._forest(names, batch, size)
+        options = {"masks": masks, "teachers": teachers, "size": size, "work": work, "forest": forest}
+        of_ranks = rank_mini_batches(batch, len(self.group), mini_batches, budget, **options)
         shared = self._share(batch.with_episode_tokens(masks).only(*fields))
         flat = [[rows for part in of_rank for rows in part.micro_batches] for of_rank in of_ranks]
-        return flat, [(shared, of_rank) for of_rank in of_ranks]
+        tokens = sum(int(batch.lengths[[*rows]].sum()) for rows in mini_batches)
+        return flat, [(shared, of_rank) for of_rank in of_ranks], tokens
 
-    def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str) -> Metrics:
+    def _count(self, timing: str, computed: float, tokens: int) -> None:
+        """Log how many tokens a model computed for rows with this many."""
+        self.watch.log({f"perf/computed_tokens/{timing}": computed, f"perf/computed_share/{timing}": computed / tokens})
+
+    def _mean_metrics(self, shares: Sequence[list[Metrics]], model: str, tokens: int) -> Metrics:
         """Return the mean of each metric over the updates that have it, all shares added up; the learning rate of the
-        last update; and the number of skipped updates, which have no losses. Counts the skipped ones in a row."""
+        last update; and the number of skipped updates, which have no losses. Counts the skipped ones in a row, and the
+        tokens computed for rows that have this many."""
         values: dict[str, list[float]] = {}
         for of_update in zip(*shares, strict=True):
             for name in {name for of_rank in of_update for name in of_rank}:
@@ -311,6 +333,7 @@ class TrainWorkers:
         for each in skipped:
             self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if each else 0
             self.most_skipped_in_a_row = max(self.most_skipped_in_a_row, self.skipped_in_a_row[model])
+        self._count(f"update_{model}", sum(values.pop("computed_tokens", [])), tokens)
         means = {
             name if "/" in name else f"{model}/{name}": sum(values[name]) / len(values[name]) for name in sorted(values)
         }
@@ -369,31 +392,8 @@ class TrainWorkers:
         self.group.broadcast(TrainWorker.export, str(directory), self.export_dtype, name, timeout=self.timeout)
 
 
-def _in_row_order(
-    columns: Sequence[Columns], shares: Sequence[MicroBatches], lengths: Tensor, budget: MicroBatchBudget
-) -> Outputs:
-    """Return all outputs, one tensor per kind, in the batch's row order. A rank may have no rows; ranks that computed
-    their micro-batches together have the same outputs."""
-    columns = columns[:: budget.devices]
-    rows = [[row for micro_batch in share for row in micro_batch] for share in shares[:: budget.devices]]
-    computed = [(outputs, of_rank) for outputs, of_rank in zip(columns, rows, strict=True) if of_rank]
-    kinds = zip(*(outputs for outputs, _ in computed), strict=True)
-    filled = [of_rank for _, of_rank in computed]
-    return [None if kind[0] is None else reassemble(kind, filled, lengths) for kind in kinds]
-
-
 def _with_outputs(batch: Batch, fields: Sequence[str], outputs: Outputs, rows: Tensor | None = None) -> Batch:
     """Return the rows with a model's outputs for them, or for some of them; a field without an output is emptied."""
     for name, values in zip(fields, outputs, strict=False):
         batch = batch.put(name, values, rows)
     return batch
-
-
-def _computed_share(batch: Batch, shares: Sequence[MicroBatches]) -> Metrics:
-    """Return how many pictures towers compute, those of each micro-batch once, over the pictures in rows."""
-    if PICTURES not in batch.carried:
-        return {}
-    of_rows = batch.carried[PICTURE_DIGEST].split(batch.carried[PICTURES].tolist())
-    read = [torch.cat([of_rows[row] for row in rows]) for share in shares for rows in share if rows]
-    total = sum(map(len, read))
-    return {"pictures/computed_share": sum(len(digests.unique()) for digests in read) / total} if total else {}

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,6 +37,20 @@ def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **option
             process.kill()
         assert [process.exitcode for process in processes] == [0] * ranks, "its traceback is above, or it hung"
         return [torch.load(Path(shared, str(rank)), weights_only=False) for rank in range(ranks)]
+
+
+def begin_alike(batch: Batch, *rows: tuple[int, int, int]) -> Batch:
+    """Return one group of rows, of which some begin as another: (row, the other one, tokens that they share)."""
+    parts = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+    prompts, responses = (
+        [*ids.split(lengths)] for ids, lengths in zip((batch.prompt_ids, batch.response_ids), parts, strict=True)
+    )
+    whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    for row, other, tokens in rows:
+        whole[row] = torch.cat([whole[other][:tokens], whole[row][tokens:]])
+    pairs = [ids.split([prompt, response]) for ids, prompt, response in zip(whole, *parts, strict=True)]
+    prompt_ids, response_ids = (torch.cat([*column]) for column in zip(*pairs, strict=True))
+    return replace(batch, prompt_ids=prompt_ids, response_ids=response_ids, group=torch.zeros_like(batch.group))
 
 
 def whole_gradient(

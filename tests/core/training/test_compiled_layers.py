@@ -5,6 +5,7 @@ The kernel is replaced by an operator that torch cannot look into either, and th
 
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hybridrl.core import device as devices
 from hybridrl.core.training import attention
 from hybridrl.core.training.fsdp import compile_layers
-from hybridrl.core.training.packing import PackedRows
+from hybridrl.core.training.packing import PackedRows, Paths
 from hybridrl.core.training.working_copies import WorkingCopies
 
 ROWS = [[3, 5], [4, 4, 9], [7], [2, 2, 2, 11]]
@@ -31,7 +32,7 @@ MOST_KERNELS = 37  # of a layer, forward and backward, besides the matrix produc
 @torch.library.custom_op("hybridrl_test::kernel", mutates_args={})
 def kernel(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int) -> Tensor:
     shared = query.shape[1] // key.shape[1]
-    return query + (key + value).repeat_interleave(shared, dim=1)
+    return query + (key + value).sum(0, keepdim=True).repeat_interleave(shared, dim=1)
 
 
 @kernel.register_fake
@@ -40,11 +41,11 @@ def _(query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: in
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.shared = inputs[0].shape[1] // inputs[1].shape[1]
+    ctx.shared, ctx.keys = inputs[0].shape[1] // inputs[1].shape[1], inputs[1].shape[0]
 
 
 def _backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    shared = gradient.unflatten(1, (-1, ctx.shared)).sum(2)
+    shared = gradient.unflatten(1, (-1, ctx.shared)).sum((0, 2)).expand(ctx.keys, -1, -1).contiguous()
     return gradient, shared, shared.clone(), None, None
 
 
@@ -85,12 +86,17 @@ def model_of(layers: int) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=torch.bfloat16)
 
 
-def gradients(model: torch.nn.Module, lengths: list[int], copies: WorkingCopies | None = None) -> list[Tensor]:
-    """Run a model forward and backward on rows of these lengths."""
+def gradients(
+    model: torch.nn.Module, lengths: list[int], copies: WorkingCopies | None = None, *, shares: bool = False
+) -> list[Tensor]:
+    """Run a model forward and backward on rows of these lengths; if they share, all begin with two of the first's."""
     model.zero_grad()
     ids = torch.randint(300, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    packed = PackedRows.of(lengths)
+    starts, whole = [0, *accumulate(lengths)], [[*range(lengths[0])]]
+    whole += [[0, 1, *range(*pair)] for pair in pairwise(starts[1:])]
+    paths = Paths.of([*map(len, whole)], places=torch.tensor([*chain(*whole)]))
+    packed = PackedRows.of(lengths, paths=paths if shares else None)
     if copies is not None:
         copies.gather()
     logits = model(input_ids=ids, position_ids=positions, packed=packed, use_cache=False).logits
@@ -100,7 +106,7 @@ def gradients(model: torch.nn.Module, lengths: list[int], copies: WorkingCopies 
     return [gradient for parameter in model.parameters() if (gradient := parameter.grad) is not None]
 
 
-@pytest.mark.parametrize("kind", ["plain", "with copies", pytest.param("sharded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["plain", "sharing", "with copies", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_layer_is_one_graph_for_any_rows(kernel_of_a_gpu, one_rank, monkeypatch, kind):
     plain, model = model_of(9), model_of(9)
     copies = WorkingCopies(model.float(), torch.bfloat16) if kind == "with copies" else None
@@ -116,9 +122,9 @@ def test_a_layer_is_one_graph_for_any_rows(kernel_of_a_gpu, one_rank, monkeypatc
     for lengths in ROWS:
         own = [
             gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            for gradient in gradients(model, lengths, copies)
+            for gradient in gradients(model, lengths, copies, shares=kind == "sharing")
         ]
-        torch.testing.assert_close(own, gradients(plain, lengths), check_dtype=False)
+        torch.testing.assert_close(own, gradients(plain, lengths, shares=kind == "sharing"), check_dtype=False)
         compiled.append(backend.frame_count)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert compiled[1:] == [compiled[1]] * (len(ROWS) - 1) and compiled[1] <= 2  # all layers share them

@@ -32,16 +32,16 @@ from hybridrl.core.training.fsdp import reshard, shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, policy_objective
-from hybridrl.core.training.model import HOST, blank_language_model
+from hybridrl.core.training.model import HOST, blank_language_model, packed_rows_interact
 from hybridrl.core.training.optimizer import Optimizers
 from hybridrl.core.training.packing import pack_rows
-from hybridrl.core.training.planning import MicroBatchBudget, MiniBatch, rank_mini_batches
+from hybridrl.core.training.planning import Forest, MicroBatchBudget, MiniBatch, rank_mini_batches
 from hybridrl.core.training.routes import RouterReplay
 from hybridrl.core.training.state import StateWriter, load_state, state_of
 from hybridrl.core.training.worker import concatenated
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
 from tests.core.training.families import LINEAR, SMALL, load_language_model, model_config
-from tests.core.training.on_ranks import on_ranks, whole_gradient
+from tests.core.training.on_ranks import begin_alike, on_ranks, whole_gradient
 from tests.core.training.test_state import ALL, fsdp_config, full, optimizer_config, wait_for
 
 MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -132,14 +132,16 @@ def build(path: str, sizes: Sizes, *, checkpointing: bool = False, offloaded: bo
     model = shard_and_fill(blank, path, config, meshes, HOST, offloaded=offloaded)
     group = sequence_group(sizes.sequence, 60.0, sizes.tensor)
     built = Optimizers(model, optimizer_config(), 9)
-    options = {"reads": ("routes",), "optimizers": built, "dump_prefix": Path("unused")}
-    return Learner(model, config, HOST, False, group, sizes.tensor, **options)
+    options = {"reads": ("routes",), "shares": sizes != ALONE, "optimizers": built, "dump_prefix": Path("unused")}
+    padded = group is None and packed_rows_interact(model, HOST)  # MiniMax's
+    return Learner(model, config, HOST, padded, group, sizes.tensor, **options)
 
 
 def share(rows: Batch, sizes: Sizes) -> MiniBatch:
     """This rank's part of an update with all rows."""
     budget = MicroBatchBudget(12, devices=sizes.sequence * sizes.tensor)
-    plans = rank_mini_batches(rows, sizes.ranks, [list(range(len(rows)))], budget)
+    forest = None if sizes == ALONE else Forest.of([rows])
+    plans = rank_mini_batches(rows, sizes.ranks, [list(range(len(rows)))], budget, forest=forest)
     return plans[dist.get_rank()][0]
 
 
@@ -191,6 +193,8 @@ def rows(make_batch, paths) -> Batch:
     generator = torch.Generator().manual_seed(0)
     batch.prompt_ids = torch.randint(SMALL["vocab_size"], batch.prompt_ids.shape, generator=generator)
     batch.response_ids = torch.randint(SMALL["vocab_size"], batch.response_ids.shape, generator=generator)
+    # Rows of 6, 6, 8, 6, 7 and 6 tokens.
+    batch = begin_alike(batch, (1, 0, 4), (2, 0, 2), (4, 3, 3), (5, 3, 5))
     tokens = len(batch.response_ids)
     batch.response_mask = torch.ones(tokens, dtype=torch.bool)
     batch.advantages = torch.randn(tokens, generator=generator)
@@ -202,6 +206,9 @@ def rows(make_batch, paths) -> Batch:
         vars(batch)[name] = log_probs + torch.randn(tokens, generator=generator) / 5
     choices = torch.stack([torch.randperm(8, generator=generator)[:2] for _ in range(2 * int(batch.lengths.sum()))])
     routes = batch.carried["routes"] = choices.view(-1, 2, 2).to(torch.int16)
+    of_rows = routes.split(batch.lengths.tolist())
+    for row, other, shared in ((1, 0, 4), (2, 0, 1), (4, 3, 3), (5, 3, 5)):  # the third row has other experts earlier
+        of_rows[row][:shared] = of_rows[other][:shared]
     routes[batch.lengths.cumsum(0) - 1] = UNROUTED
     return batch
 

@@ -7,7 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.core.batch import token_rows
-from hybridrl.core.training.planning import MicroBatchBudget, Pieces, balance, plan, reassemble, work_with_pictures
+from hybridrl.core.carried import PICTURES
+from hybridrl.core.pictures import PixelRule
+from hybridrl.core.training.planning import MicroBatchBudget, Pieces, balance, plan, reassemble
+from hybridrl.core.training.vision import VisionConfig, work_of
+from hybridrl.required import required
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=25)
 RANKS = st.integers(1, 5)
@@ -52,7 +56,11 @@ def test_tokens_of_pictures_count_as_the_work_of_the_tower_too():
     # Placeholders have the id 9: none, four of which one is in the response, and two.
     rows = token_rows([[1, 2, 3, 4, 5, 6], [9, 9, 9, 1, 9, 6], [9, 9]], slice(3, None))
     rows = replace(rows, prompt_lengths=torch.tensor([3, 3, 2]), response_lengths=torch.tensor([3, 3, 0]))
-    assert work_with_pictures(rows, 9, 0.75).tolist() == [6, 9, 4]
+    vision = VisionConfig(PixelRule(), {}, [], placeholder=9, weight=0.75)
+    seeing = replace(rows, carried={PICTURES: rows.group})
+    assert required(work_of(vision, seeing)).tolist() == [6, 9, 4]
+    assert required(work_of(vision, seeing, np.array([2, 4, 0]))).tolist() == [2, 6, 0]
+    assert work_of(None, seeing) is None and work_of(vision, rows) is None
     assert plan(Pieces.single([6, 6, 2, 1], work=np.array([6, 9, 2, 1])), 2, MicroBatchBudget(100)) == [
         [[1]],
         [[0, 2, 3]],

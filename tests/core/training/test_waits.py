@@ -33,6 +33,7 @@ from hybridrl.core.training.model import LanguageModel
 from hybridrl.core.training.packing import ModelInputs
 from hybridrl.core.training.vision import READS, Vision, VisionConfig
 from tests.core.algorithms.parameters import LOSS_PARAMETERS
+from tests.core.training.on_ranks import begin_alike
 from tests.vision_models import FAMILIES, noise_picture, reader_that_sees, settings_that_see
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "benchmark"
@@ -72,7 +73,7 @@ def batch() -> Batch:
     """Four rows of 64 tokens with every field that a loss reads."""
     from count_update import update_rows
 
-    rows = update_rows(4, 64)
+    rows = begin_alike(update_rows(4, 64), (1, 0, 20), (2, 1, 50))
     fields = dict.fromkeys((*POLICY_READS, "values", "returns"), torch.zeros(len(rows.response_ids)))
     fields["chosen"] = torch.ones(len(rows.response_ids), dtype=torch.bool)
     rows.carried["teacher_log_probs"] = torch.zeros(len(rows.response_ids))

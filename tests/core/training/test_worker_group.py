@@ -10,7 +10,7 @@ import torch
 from hybridrl.core.algorithms.algorithm import Signal, loss_terms
 from hybridrl.core.algorithms.rollout_correction import Rejection, RolloutCorrection
 from hybridrl.core.batch import Batch
-from hybridrl.core.carried import PICTURE_DIGEST, PICTURE_START, PICTURES
+from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, PICTURE_DIGEST, PICTURE_START, PICTURES
 from hybridrl.core.pictures import PixelRule
 from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.losses import LossConfig
@@ -131,14 +131,48 @@ def test_after_the_updates_of_a_step_no_rank_keeps_the_handles_of_its_pictures(m
 
 def test_a_signal_fills_its_rows_and_the_others_keep_their_values(make_batch):
     columns = [np.array([0.5, 0.25, 0.125], np.float32)]
-    workers = workers_of(Ranks(columns))
+    workers = workers_of(Ranks((columns, 4)))
     batch = make_batch([2, 3, 1], truncated=torch.tensor([True, False, True]))
     signal = Signal(("reference_log_probs",), "actor", rows=("truncated", True))
     filled = workers.fill(batch, signal)
     assert required(filled.reference_log_probs).tolist() == [0.5, 0.25, 0.0, 0.0, 0.0, 0.125]
-    workers = workers_of(Ranks([np.array([7.0, 8.0, 9.0], np.float32)]))
+    workers = workers_of(Ranks(([np.array([7.0, 8.0, 9.0], np.float32)], 4)))
     again = workers.fill(filled, Signal(("reference_log_probs",), "actor", rows=("truncated", False)))
     assert required(again.reference_log_probs).tolist() == [0.5, 0.25, 7.0, 8.0, 9.0, 0.125]
     nothing = replace(batch, truncated=torch.zeros(3, dtype=torch.bool))
     assert workers_of(Ranks()).fill(nothing, signal).reference_log_probs is None
-    assert {"timing_s/reference_log_probs"} == workers.watch.take().keys()
+    metrics = workers.watch.take()
+    assert metrics.pop("timing_s/reference_log_probs") > 0
+    assert metrics == {
+        "perf/computed_tokens/reference_log_probs": 4,
+        "perf/computed_share/reference_log_probs": 4 / 5,  # of two tokens of the prompt and three of the response
+    }
+
+
+def sent_parts(workers: TrainWorkers, batch: Batch) -> list[list[int]]:
+    """The micro-batches that the only rank gets for an update with all rows."""
+    sent: list[Any] = []
+    workers.group.scatter = lambda _, parts, **__: sent.extend(parts) or [([{}], None)]
+    workers.update_mini_batches(batch, [range(len(batch))], workers.policy.loss, step=1)
+    return sent[0][1][0].micro_batches
+
+
+def test_a_micro_batch_of_several_models_has_no_pass_above_the_budget(make_batch):
+    """Sixteen responses of 4 tokens to a prompt of 80: the policy computes 144 tokens, and is planned 219. A reference
+    that shares nothing reads 84 per row, as does a teacher whose contexts all differ."""
+    batch = make_batch([4] * 16, prompts=[80] * 16, group=[0] * 16, old_log_probs=torch.zeros(64))
+    batch = replace(batch, prompt_ids=torch.arange(80).repeat(16))
+    others = RankModel(None, None, BUDGET, reads=(CONTEXT,))
+    contexts = {CONTEXT: torch.arange(16).repeat_interleave(80), CONTEXT_LENGTHS: torch.full((16,), 80)}
+    alone = replace(others, budget=replace(BUDGET, shares=False), reads=())
+    budget = replace(BUDGET, tokens=220)
+    for other, rows, most in ((None, batch, 16), (alone, batch, 2), (others, replace(batch, carried=contexts), 2)):
+        workers = workers_of(Ranks(([{}], None)), **({"teachers": ("teacher.of",)} if other else {}))
+        workers.policy = replace(workers.policy, updates=replace(workers.policy.updates, budget=budget))
+        workers.models = {**workers.models, **({"teacher.of": other} if other else {})}
+        assert max(map(len, sent_parts(workers, rows))) == most
+    workers = workers_of(Ranks(([{}], None)))
+    workers.policy = replace(
+        workers.policy, updates=replace(workers.policy.updates, budget=replace(BUDGET, tokens=218))
+    )
+    assert max(map(len, sent_parts(workers, batch))) < 16, "a sixteenth of what is shared counts"

@@ -60,7 +60,7 @@ class Ranks(Workers):
         return self.plan
 
     def forward(self, rank, name, row, micro_batches, spec, rounding):
-        return [[log_prob + self.rounding * bool(rounding) for log_prob in LOG_PROBS]]
+        return [[log_prob + self.rounding * bool(rounding) for log_prob in LOG_PROBS]], 0
 
     def fill_bucket(self, rank, bucket, shared):
         return (f"memory of {rank}" if shared else None, bucket.bytes + self.updates)
