@@ -21,6 +21,7 @@ MICRO_BATCHES = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
 # By name: the title of its tables, and its command.
 SCRIPTS = {
     "planning": ("Planning, advantages, attention", ["planning.py"]),
+    "trees": ("Rows that begin alike", ["trees.py"]),
     "log_probs": ("Head and log-probs", ["log_probs.py"]),
     "data_plane": ("Rows between driver and ranks", ["data_plane.py"]),
     "start_up": ("Start-up", ["start_up.py"]),

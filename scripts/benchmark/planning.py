@@ -23,8 +23,8 @@ from torch import Tensor
 from hybridrl.core.algorithms.estimators import gae
 from hybridrl.core.batch import Batch, spans
 from hybridrl.core.training.attention import attend
-from hybridrl.core.training.packing import PackedRows
-from hybridrl.core.training.planning import MicroBatchBudget, Pieces, balance, plan
+from hybridrl.core.training.packing import PackedRows, shared_beginnings
+from hybridrl.core.training.planning import Forest, MicroBatchBudget, Pieces, balance, plan, plan_trees
 from hybridrl.required import required
 
 CAP = 16_384
@@ -119,6 +119,79 @@ def micro_batches_table(part: int, rounds: int | None) -> Iterator[Row]:
         target = f"at most 5 (aim 1) ms; {fewest} + 1% micro-batches"  # as many as the sum of tokens needs
         what = f"{count:,} rows to micro-batches of 16,384, {name}"
         yield row(what, in_turn(sides, rounds or 21), *details, target)
+
+
+# -- rows that begin alike -------------------------------------------------------------------------------------------
+
+# Prompts, samples, tokens of a prompt and of responses, ranks, budget; targets of the fullest rank and of all tokens.
+FORESTS = {
+    "128 x 8, 300 + 1,000, 8 ranks": ((128, 8, (200, 400), (200, 1800), 8, 16_384), 1.01, 1.01),
+    "128 x 8, 300 + 1,000, 64 ranks": ((128, 8, (200, 400), (200, 1800), 64, 16_384), 1.06, 1.05),
+    "16 x 8, 1,024 + 64 to 128, 8 ranks": ((16, 8, (1024, 1024), (64, 128), 8, 16_384), 1.02, 1.0),
+    "16 x 16, 8k + 500, 8 ranks": ((16, 16, (8000, 8400), (300, 700), 8, 32_768), 1.03, 1.0),
+    "1,024 x 8, 300 + 1,250, 64 ranks": ((1024, 8, (200, 400), (250, 2250), 64, 16_384), 1.06, 1.05),
+}
+
+
+def forest_rows(prompts: int, samples: int, prompt: tuple[int, int], response: tuple[int, int]) -> Batch:
+    draw = np.random.default_rng(0)
+    of_prompts = draw.integers(prompt[0], prompt[1] + 1, prompts)
+    texts = [draw.integers(0, 1 << 15, length, dtype=np.int32) for length in of_prompts]
+    lengths = draw.integers(response[0], response[1] + 1, prompts * samples)
+    group = torch.arange(prompts).repeat_interleave(samples)
+    ids = np.concatenate([text for text in texts for _ in range(samples)])
+    return Batch(
+        torch.from_numpy(of_prompts.repeat(samples)), torch.from_numpy(lengths), torch.from_numpy(ids),
+        torch.from_numpy(draw.integers(0, 1 << 15, lengths.sum(), dtype=np.int32)), group, group, group,
+    )  # fmt: skip
+
+
+def computed(batch: Batch, micro_batches: list[list[int]]) -> int:
+    """Return how many tokens these rows need, where each micro-batch computes what its rows share once."""
+    parts = [batch.select(rows) for rows in micro_batches if rows]
+    return sum(int(part.lengths.sum() - shared_beginnings(part).sum()) for part in parts)
+
+
+def trees_table(part: int, rounds: int | None) -> Iterator[Row]:
+    for name, ((prompts, samples, prompt, response, ranks, tokens), most, again) in FORESTS.items():
+        batch, budget = forest_rows(max(prompts // part, 2), samples, prompt, response), MicroBatchBudget(tokens)
+        pieces, forest = Pieces.single(batch.lengths.numpy()), Forest.of([batch])
+        plans = plan_trees(pieces, forest, ranks, budget)
+        distinct = int(batch.lengths.sum() - required(forest).shared.sum())
+        of_ranks = [computed(batch, planned) for planned in plans]
+        detail = f"; all ranks compute {sum(of_ranks) / distinct:.3f} of the distinct tokens (at most {again})"
+        fullest = max(of_ranks) * ranks / distinct
+        yield Row(
+            f"plan, {name}: fullest rank",
+            f"{fullest:.3f}{detail}",
+            "the mean of distinct tokens",
+            fullest,
+            f"at most {most}",
+        )
+        sides = {"ours": partial(Forest.of, [batch])}
+        times = in_turn(
+            {
+                **sides,
+                "plan": partial(plan_trees, pieces, forest, ranks, budget),
+                "rows alone": partial(plan, pieces, ranks, budget),
+            },
+            rounds or 5,
+        )
+        yield Row(
+            f"plan, {name}: order and shares",
+            formatted(times["ours"], "ms"),
+            "",
+            1e3 * times["ours"].median,
+            "at most 110 ms" if len(batch) == 8192 else "",
+        )
+        value = times["plan"].median / times["rows alone"].median
+        yield Row(
+            f"plan, {name}: time",
+            formatted(times["plan"], "ms"),
+            f"rows alone {formatted(times['rows alone'], 'ms')}",
+            value,
+            "at most 10",
+        )
 
 
 # -- attention -----------------------------------------------------------------------------------------------------
@@ -231,6 +304,7 @@ def select_table(part: int, rounds: int | None) -> Iterator[Row]:
 TABLES = {
     "ranks": ranks_table,
     "micro-batches": micro_batches_table,
+    "trees": trees_table,
     "attention": attention_table,
     "gae": gae_table,
     "select": select_table,

@@ -207,6 +207,14 @@ RUNS = {
             "| an update of tiny parameters over none, busy machine |",
         ]
     ),
+    "trees": Tiny(
+        rows=[
+            *(f"| {what}, {case} |" for case in ("25m", "prompt", "turns") for what in ("gradient", "old log-probs")),
+            "| gradient, quickstart |",
+            "| attention and its gradient, 24 and 60 |",
+            "| attention and its gradient, 1,024 and 512 to 1,024 |",
+        ]
+    ),
     "weight_sync": Tiny(
         rows=[
             "| weight sync, tiny",
@@ -232,6 +240,7 @@ DRILLS = (
         "step",
         "teacher_update",
         "threads",
+        "trees",
         "weight_sync",
     ),
 )
