@@ -1,4 +1,4 @@
-"""What rows gain that compute their common beginnings once: `python scripts/benchmark/trees.py [--only NAME]`
+"""The gain of rows that compute their common beginnings once: `python scripts/benchmark/trees.py [--only NAME]`
 
 One rank computes the gradient of a mini-batch, and the old log-probs of its rows, in turn with every row alone and with
 what rows share computed once, each in the micro-batches that the driver plans for it. Cases: 25m and quickstart have

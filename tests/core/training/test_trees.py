@@ -68,7 +68,7 @@ def once(batch: Batch, ahead: int = 1) -> ModelInputs:
 
 
 def beginnings(batch: Batch) -> int:
-    """How many different beginnings the rows of each group have, the last token of a row left out."""
+    """Count the different beginnings of the rows of each group, the last token of a row left out."""
     texts = [
         (group, *row.prompt_ids.tolist(), *row.response_ids.tolist())
         for group, row in ((int(batch.group[place]), batch.select([place])) for place in range(len(batch)))
