@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 2028,
     "compat": 3247,
     "config": 5418,
-    "core": 15234,
+    "core": 15235,
     "data": 2788,
     "doctor": 4744,
     "environments": 182,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1996,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 60689
+TOTAL = 60690
 FILES = {"core": 76, "hybridrl": 283}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")

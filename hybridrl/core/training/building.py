@@ -53,7 +53,7 @@ def build_shards(config: WorkerConfig, ranks: int, device: torch.device) -> dict
             shard = ModelShard(actor.model, entry.fsdp, device, *layout_of_actor, entry.reads, **options)
         else:
             shard = _load_shard(name, config, ranks, device, shards)
-            _check(name, config, shard, {config.models[other].model.path for other in shards})
+            _check(name, config, shard, {config.models[other].model.path: shards[other].shares for other in shards})
             reshard(shard.model)
         shards[name] = shard
     return shards
@@ -108,9 +108,10 @@ def _optimizers(model: nn.Module, entry: RankModel, device: torch.device) -> Opt
     return Optimizers(model, trained.optimizer, *updates, offloaded=offloaded)
 
 
-def _check(name: str, config: WorkerConfig, shard: ModelShard, checked: set[str]) -> None:
+def _check(name: str, config: WorkerConfig, shard: ModelShard, checked: Mapping[str, bool]) -> None:
     """Check that a language model computes the same as its own forward pass, except for a path among those checked. If
-    it does only while rows share no tokens, they do not."""
+    it does only while rows share no tokens, they do not, nor do those of other models of this path."""
+    shard.shares = shard.shares and checked.get(config.models[name].model.path, True)
     entry, options = config.models[name], {"padded": shard.padded, "group": shard.group}
     if isinstance(shard.model, LanguageModel) and entry.model.path not in checked:
         check = partial(models.check_log_probs, shard.model, entry.compute_dtype, shard.device, **options)
