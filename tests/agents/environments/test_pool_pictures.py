@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.agents.environments.episode_loop import EpisodeLimits
 from hybridrl.agents.environments.pool import EpisodeWorkers
@@ -15,6 +15,7 @@ from hybridrl.agents.environments.worker import EpisodeSettings
 from hybridrl.core.carried import PICTURE_DIGEST
 from hybridrl.core.cluster import RaySession
 from hybridrl.core.pictures import PictureStore, Pixels, digest_of
+from hybridrl.data.processor import PictureReader, load_processor
 from tests.agents.environments.test_pool import SAMPLING, Sampler, run, specs
 from tests.agents.sections import environments_of
 from tests.vision_models import reader_that_sees
@@ -63,8 +64,8 @@ def workers(tmp_path_factory) -> Iterator[EpisodeWorkers]:
     session.close()
 
 
-def load_reader(directory: Path, tokenizer):
-    return reader_that_sees(directory)
+def load_reader(directory: Path, tokenizer: PreTrainedTokenizerBase) -> PictureReader:
+    return PictureReader(load_processor(str(directory), tokenizer, {}), PictureStore())
 
 
 @pytest.mark.parametrize("dies", [False, True])

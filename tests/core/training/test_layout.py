@@ -134,6 +134,7 @@ def build(path: str, sizes: Sizes, *, checkpointing: bool = False, offloaded: bo
     built = Optimizers(model, optimizer_config(), 9)
     options = {"reads": ("routes",), "shares": sizes != ALONE, "optimizers": built, "dump_prefix": Path("unused")}
     padded = group is None and packed_rows_interact(model, HOST)  # MiniMax's
+    reshard(model)
     return Learner(model, config, HOST, padded, group, sizes.tensor, **options)
 
 
