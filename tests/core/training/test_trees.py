@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, FalconH1Config, Qwen2Config
 
 from hybridrl.core.batch import Batch, pack, token_rows
-from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, FIELDS, PICTURE_DIGEST, PICTURE_START, PICTURES
+from hybridrl.core.carried import CONTEXT, CONTEXT_LENGTHS, FIELDS, PICTURE_DIGEST, PICTURE_START, PICTURES, Carried
+from hybridrl.core.training import model as models_of_ranks
 from hybridrl.core.training.attention import attend, sequence_group, slice_of
-from hybridrl.core.training.building import is_random
+from hybridrl.core.training.building import WorkerConfig, build_shards, is_random
+from hybridrl.core.training.learner import RankModel
 from hybridrl.core.training.model import check_log_probs, packed_rows_interact
 from hybridrl.core.training.packing import (
     ModelInputs,
@@ -36,6 +38,7 @@ from hybridrl.core.training.routes import RouterReplay
 from hybridrl.required import required
 from tests.core.training.families import FAMILIES, SMALL, SPECIAL, load_language_model, load_value_model, model_config
 from tests.core.training.on_ranks import on_ranks
+from tests.core.training.test_state import fsdp_config
 
 # Rows of groups, prompt | response, a letter per token. In order: a star whose first two responses begin alike; turns
 # as rows, of three levels; a response twice, and a row that begins with another; a row alone.
@@ -150,6 +153,20 @@ def test_every_carried_field_that_enters_a_model_ends_what_is_shared_where_it_di
             read = as_read(replace(batch, carried=carried), (*carried, name))
             assert shared_beginnings(read).tolist() == [0, end], name
             assert shared_beginnings(as_read(replace(batch, carried=carried), ())).tolist() == [0, 7], "it is not read"
+
+
+@pytest.mark.parametrize(
+    ("axis", "values", "end"),
+    [("row", [1, 2], 0), ("prompt", [*[1] * 8, 2, *[1] * 3], 2), ("response", [*[1] * 4, 1, 2], 7), ("row", [3, 3], 7)],
+)
+def test_a_field_of_others_that_enters_ends_what_is_shared_at_its_first_token(monkeypatch, axis, values, end) -> None:
+    """A field of two rows of 6 and 2 tokens, of which the first 7 are equal; absent elsewhere."""
+    name = f"mood of a {axis}"
+    monkeypatch.setitem(FIELDS, name, Carried(axis, enters=True))
+    batch = rows_of([["abcdef|gh", "abcdef|gi"]], order=())
+    sizes = {"row": 2, "prompt": 12, "response": 4}
+    carried = {name: torch.tensor(values[-sizes[axis] :])}
+    assert shared_beginnings(as_read(replace(batch, carried=carried), (name,))).tolist() == [0, end]
 
 
 def test_inputs_of_the_model_are_those_that_are_laid_out_or_compared() -> None:
@@ -393,6 +410,27 @@ def test_the_check_finds_layers_that_mix_shared_rows(models, shared) -> None:
         check_log_probs(model, torch.float32, padded=False, shares=True)
     if shared:
         check_log_probs(model, torch.float32, padded=False, shares=False)
+
+
+def flags(path: str) -> dict[str, bool]:
+    """Return which models share, where packed rows differ from the model's own once they share tokens."""
+
+    def check(*_: object, shares: bool, **options: object) -> None:
+        if shares:
+            raise ValueError("they differ")
+
+    section, fsdp, budget = model_config(path), fsdp_config(fsdp_size=1), MicroBatchBudget(40)
+    ours = {name: RankModel(section, fsdp, budget) for name in ("actor", "reference")}
+    ours["live"] = RankModel(section, fsdp, budget, weights="live")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models_of_ranks, "check_log_probs", check)
+        built = build_shards(WorkerConfig("cpu", ours, 60.0, 0, "unused"), 1, torch.device("cpu"))
+    return {name: shard.shares for name, shard in built.items()}
+
+
+def test_a_model_that_fails_the_check_with_shared_tokens_shares_none_nor_do_others_of_its_path(models) -> None:
+    (shares,) = on_ranks(1, flags, models["qwen3"])
+    assert shares == {"actor": False, "reference": False, "live": False}
 
 
 @pytest.mark.parametrize(
