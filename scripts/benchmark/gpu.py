@@ -2,11 +2,12 @@
 
 One shape with random weights in bfloat16. Each row is printed, and written with --json, as soon as it is measured, in
 this order: start-up, weight sync by CUDA IPC, the switch, one update of 16k tokens per GPU as a share of the GPU's
-peak, with its idle share and the host's own time, memory of log-probs, rollout, difference of log-probs between engine
-and trainer, memory that a sleeping engine keeps, the update with each of --variants (all of VARIANTS by default), and
-vLLM's own `generate`, with its engine in the caller's process and, as is vLLM's default, in a process of its own. Rows
-that are not reached within --seconds are listed as not measured. Status 1 means that a row failed; the workers' logs
-are then printed. `--device cpu` only tests the script, with few tokens; its figures have no meaning.
+peak, with its idle share and the host's own time, the same with rows that begin alike, memory of log-probs, rollout,
+difference of log-probs between engine and trainer, memory that a sleeping engine keeps, the update with each of
+--variants (all of VARIANTS by default), and vLLM's own `generate`, with its engine in the caller's process and, as is
+vLLM's default, in a process of its own. Rows that are not reached within --seconds are listed as not measured. Status 1
+means that a row failed; the workers' logs are then printed. `--device cpu` only tests the script, with few tokens; its
+figures have no meaning.
 """
 
 import json
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -112,6 +114,7 @@ class Bench:
             "start-up": self.start,
             "weight sync and switch": self.sync_and_switch,
             f"update, {BASE}": lambda: self.update(BASE),
+            "update, rows that begin alike": self.beginnings,
             "log-probs": self.log_probs,
             "rollout": self.rollout,
             "difference of log-probs": self.agreement,
@@ -211,6 +214,18 @@ class Bench:
             f"at least {SHARES[self.name]}" if self.name in SHARES else "",
         )
         return [row, *self.kernels(batch, variant), self.floor(variant)]
+
+    def beginnings(self) -> list[Row]:
+        """Compare an update of eight responses per prompt, each an eighth of its length, with as many tokens in rows
+        that differ from their first token on."""
+        prompt = 2 * self.load.width
+        rows = {"prompt": prompt, "width": prompt + self.load.width // 4}
+        batches = {"trees": self.batch(**rows, alike=8), "alone": self.batch(**rows)}
+        updates = {side: partial(self.workers.update_policy, batch, 1) for side, batch in batches.items()}
+        seconds = in_turn(updates)
+        what = f"update, rows that begin alike against rows alone, prompts of {prompt:,}, {self.name}"
+        ours, theirs = seconds["trees"], seconds["alone"]
+        return [Row(what, cell(ours.wall), cell(theirs.wall), theirs.median / ours.median, "at least 3")]
 
     def floor(self, variant: str) -> Row:
         """Measure the host's own time: an update with one response token per row."""

@@ -11,33 +11,38 @@ from hybridrl.core.training.planning import Pieces, plan
 from hybridrl.core.training.worker_group import TrainWorkers
 
 PROMPT = 64
-GROUP = 4  # rows of an update that share a prompt
+GROUP = 4  # rows of an update with one advantage's baseline, or more if more begin alike
 # Operations per second in bfloat16 without sparsity, by a part of the GPU's name; the first match counts.
 PEAKS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of one GPU: `rows` of `width` tokens in an update, `responses` of `tokens` tokens in a rollout."""
+    """The work of one GPU: `rows` of `width` tokens in an update, of which `prompt` are the prompt, equal in `alike`
+    neighbouring rows; `responses` of `tokens` tokens in a rollout."""
 
     rows: int
     width: int
     responses: int
     tokens: int
+    prompt: int = 1
+    alike: int = 1
 
     def batch(self, gpus: int) -> Batch:
         """Return the rows of an update, with rewards."""
         count = self.rows * gpus
-        lengths, numbers = torch.full((count,), self.width - 1), torch.arange(count)
+        lengths, numbers = torch.full((count,), self.width - self.prompt), torch.arange(count)
+        prompts, size = torch.full((count, self.prompt), 4), max(GROUP, self.alike)
+        prompts[:, 0] = 5 + numbers // self.alike % 240  # others begin with another token
         ids = torch.randint(5, 250, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
         return Batch(
-            prompt_lengths=torch.ones(count, dtype=torch.int64),
+            prompt_lengths=torch.full((count,), self.prompt),
             response_lengths=lengths,
-            prompt_ids=(5 + numbers % 240).int(),  # no row begins like the one before it
+            prompt_ids=prompts.flatten().int(),
             response_ids=ids.int(),
-            group=numbers // GROUP,
-            position=numbers // GROUP,
-            sample=numbers % GROUP,
+            group=numbers // size,
+            position=numbers // size,
+            sample=numbers % size,
             rewards=(numbers % 3).float(),
             truncated=torch.zeros(count, dtype=torch.bool),
             response_mask=torch.ones(len(ids), dtype=torch.bool),
