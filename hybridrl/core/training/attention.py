@@ -245,7 +245,7 @@ def slice_of(inputs: ModelInputs, group: ProcessGroup | None) -> ModelInputs:
         targets=inputs.targets[at],
         packed=PackedRows.of([*packed.lengths, *last_row], group=group, paths=paths),
         carried=carried,
-        pictures=inputs.pictures and inputs.pictures.between(first, first + width),
+        pictures=inputs.pictures and inputs.pictures.among(torch.arange(first, first + width)),
         slice=SequenceSlice(group, at, inputs.predictors),
     )
 

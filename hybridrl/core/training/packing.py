@@ -88,10 +88,6 @@ class PictureInputs:
     at: Tensor  # [placeholders] int64, their places in the flattened input; in host memory
     tower: Mapping[str, Any] = field(default_factory=dict)  # what the tower computes from grids, on its device
 
-    def between(self, first: int, end: int) -> "PictureInputs":
-        """Return the inputs for a slice of the flattened input, with all pictures."""
-        return self.among(torch.arange(first, end))
-
     def among(self, tokens: Tensor) -> "PictureInputs":
         """Return the inputs for these tokens of the flattened input, in ascending order, with all pictures."""
         at = torch.searchsorted(tokens, self.at)

@@ -231,9 +231,11 @@ def own_rows(model: PreTrainedModel, rows: Batch, patch: int) -> list[Tensor]:
     return logits
 
 
+IN_FLOAT32 = ("qwen3_vl_moe", "qwen3_5", "glm4v")  # no grouped product in float64; rounding of others is amplified
+
+
 def own_gradient(path: str, family: str, rows: Batch, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    if family in ("qwen3_vl_moe", "qwen3_5", "glm4v"):  # no grouped product in float64; rounding of others is amplified
-        dtype = torch.float32
+    dtype = torch.float32 if family in IN_FLOAT32 else dtype
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=dtype)
     log_probs = torch.cat(own_rows(model, rows, patch_of(family))).log_softmax(-1)
     of_tokens = log_probs.gather(-1, rows.response_ids.long()[:, None]).squeeze(-1)
@@ -281,7 +283,8 @@ def test_the_gradient_is_that_of_transformers_row_by_row(paths, rows, right, nam
     for of_rank in on_ranks(division.ranks, gradients, some, rows, division):
         for family, gradient in of_rank.items():
             whole, of_tower = differences(gradient, right[family])
-            assert whole <= MOST and of_tower <= 1e-5, family
+            # A reference in float32 has as much rounding of its own: 1.1e-5 together on one CPU, less on others.
+            assert whole <= MOST and of_tower <= (2e-5 if family in IN_FLOAT32 else 1e-5), family
 
 
 def other_models(paths: dict[str, str], rows: Batch) -> dict[str, dict[str, Tensor]]:
