@@ -280,6 +280,9 @@ def configuration(contents: Contents) -> str:
     if facts := environment(contents):
         items = "".join(f"<li><code>{text(key)}</code> {text(value)}</li>" for key, value in facts.items())
         inside += f'<h3>Environment</h3><ul class="environment">{items}</ul>'
+    if contents.placement:
+        places = (tuple(map(text, row)) for row in contents.placement)
+        inside += f"<h3>Placement</h3>{table(('machine', 'device', 'processes'), places)}"
     if contents.config_text:
         inside += folded("The whole config.yaml", f"<pre>{text(contents.config_text)}</pre>")
     there = (contents.path / "config.yaml").exists()

@@ -49,13 +49,18 @@ def open_scorer_pool(
     """
     if config.num_workers == 0:
         return ScorerPool(config, scorers=[DecodingScorer(CallerScorer(config, data_sources), load())])
-    total, machines = processes(config), len(session.first_devices)
-    shares = [total // machines + (machine < total % machines) for machine in range(machines)]
+    shares = shares_of_machines(config, len(session.first_devices))
     setup = config, frozenset(data_sources), load, Launch.here(), socket.gethostname()
     scorers: list[Scorer] = []
     for machine, share in enumerate(shares):
         scorers += _start_actor(session, machine, share, logs, setup) if share else []
     return ScorerPool(config, scorers=scorers, wait=False)
+
+
+def shares_of_machines(config: RewardConfig, machines: int) -> list[int]:
+    """Return the number of scoring processes of each machine."""
+    total = processes(config)
+    return [total // machines + (machine < total % machines) for machine in range(machines)]
 
 
 def _start_actor(session: RaySession, machine: int, share: int, logs: Path, setup: Setup) -> list["RemoteScorer"]:

@@ -4,6 +4,7 @@ the command that continues it. No other module does so.
 Reads all files that exist, even after a failed run and with damaged files; writes nothing.
 """
 
+import json
 import os
 import shlex
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ T = TypeVar("T")
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, yaml.YAMLError, RecursionError)
 ACTORS = "actor_rollout_ref"
 CONFIG = "config.yaml"
+PLACEMENT = "placement.json"
 SHOWN = 3  # damaged files of a checkpoint
 
 
@@ -123,6 +125,12 @@ class RunDirectory:
     def trainer(self) -> dict[str, Any]:
         section = self.config.get("trainer")
         return section if isinstance(section, dict) else {}
+
+    @cached_property
+    def placement(self) -> list[tuple[str, str, str]]:
+        """Machine, device and processes of the run's last start, if it joined a Ray."""
+        file = self.path / PLACEMENT
+        return self.attempt(PLACEMENT, lambda: _places(json.loads(file.read_text())) if file.exists() else [], [])
 
     @property
     def supervised(self) -> bool:
@@ -278,3 +286,12 @@ class RunDirectory:
 def _misses(path: Path) -> str:
     indices = [index for index in path.glob(f"*/{SHARDS}") if index.parent.name in ("actor", "critic")]
     return "" if all(b"optimizer." in index.read_bytes() for index in indices) else "no optimizer state"
+
+
+def _places(machines: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    rows = []
+    for number, machine in enumerate(machines):
+        name = f"machine {number} on {machine['node']}"
+        rows += [(name, f"device {index}", " ".join(names)) for index, names in enumerate(machine["devices"])]
+        rows += [(name, "", " ".join(machine["others"]))] * bool(machine["others"])
+    return rows

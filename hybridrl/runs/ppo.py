@@ -78,7 +78,7 @@ class PPOJob:
         assert algorithm is not None and prompts is not None and order is not None and tokenizer is not None
         self.config, self.inputs, self.user_keys, self.wrap_client = config, inputs, config.own, wrap_client
         self.engine_pool = config.rollout_pool if config.separate else None
-        self.kl_in_reward = config.algorithm.use_kl_in_reward
+        self.kl_in_reward, self.runs_episodes = config.algorithm.use_kl_in_reward, inputs.runs_episodes
         self.algorithm, self.prompts, self.order, self.tokenizer = algorithm, prompts, order, tokenizer
         self.rows, self.model_path = order.size, config.actor_rollout_ref.model.path
         self.description = f"{batch_arithmetic(config)}\n{samplings(config.actor_rollout_ref.rollout)}"

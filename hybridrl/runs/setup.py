@@ -33,7 +33,8 @@ from hybridrl.data.processor import save_readers
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.rules import RULES, custom_rules
-from hybridrl.runs.directory import RunDirectory
+from hybridrl.runs.directory import PLACEMENT, RunDirectory
+from hybridrl.runs.placement import describe, place_session, write_placement
 from hybridrl.runs.resume import Adjusted, ResumePlan, check_complete, restore, with_restarts
 from hybridrl.runs.trials import custom_sinks
 from hybridrl.runtime.environment import ForkServer, without_expandable_segments
@@ -60,6 +61,7 @@ class Job(Protocol):
     user_keys: dict[str, Any]  # for custom code
     engine_pool: tuple[int, int] | None  # the machines, and devices on each, that only engines use
     kl_in_reward: bool
+    runs_episodes: bool  # in processes of their own
 
     def plan(self, directory: Path) -> ResumePlan:
         """Return the checkpoint to resume from and the number of steps; raises ConfigError."""
@@ -178,6 +180,11 @@ def run(
         save_config(text, directory / "config.yaml")
         request = config.trainer, config.ray_kwargs.ray_init, job.user_keys, job.engine_pool
         session = stack.enter_context(sessions.open(*request))
+        (directory / PLACEMENT).unlink(missing_ok=True)
+        if session.joined:
+            placed = place_session(session, config, episodes=job.runs_episodes)
+            write_placement(placed, directory)
+            info(describe(placed))
         if len(session.first_devices) > 1:
             plugins.load("machines")(session, directory, asdict(config))
         workers = job.start(session, stack, plan, directory)

@@ -31,7 +31,7 @@ class SFTJob:
     asynchronous_saves = True
     user_keys: dict[str, Any] = {}  # noqa: RUF012  # none
     engine_pool = None
-    kl_in_reward = False
+    kl_in_reward = runs_episodes = False
     unit = "conversations"
     head: Head = "language"
 

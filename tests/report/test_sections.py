@@ -43,6 +43,18 @@ def test_steps_in_a_row_are_one_range():
     assert ranges([1, 3, 5], most=2) == "steps 1, 3 and 1 more"
 
 
+def test_the_placement_of_a_run_on_several_machines_is_shown(tmp_path):
+    assert "Placement" not in configuration(Contents(write_run(tmp_path, steps=1)))
+    machine = {"node": "node-a (10.0.0.1)", "devices": [["train-0", "rollout-0"]], "others": ["scoring-0"]}
+    (tmp_path / "placement.json").write_text(json.dumps([machine]))
+    page = configuration(Contents(tmp_path))
+    assert (
+        "Placement" in page
+        and "<td>machine 0 on node-a (10.0.0.1)</td><td>device 0</td><td>train-0 rollout-0</td>" in page
+    )
+    assert "<td></td><td>scoring-0</td>" in page
+
+
 def test_a_key_is_set_derived_or_follows_another_and_is_then_left_out(tmp_path):
     text = """
 actor_rollout_ref:

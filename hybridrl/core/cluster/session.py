@@ -19,7 +19,7 @@ import ray._private.state
 import ray._private.utils
 import ray._private.worker
 import ray._raylet
-from ray._raylet import Config
+from ray._raylet import Config, GcsClient
 from ray.exceptions import RayError
 from ray.util.metrics import Gauge
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -60,6 +60,23 @@ class RayMachine:
         return all(self.total.get(name, 0) >= amount for name, amount in request.items())
 
 
+@dataclass(frozen=True)
+class RayNode:
+    """A node that has joined the Ray of this process, alive or dead. `label`: its `ray start --node-name`; `seconds`
+    since it joined, or since it died, and then the `reason`."""
+
+    host: str
+    address: str
+    label: str
+    alive: bool
+    seconds: float
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.host} ({self.address})"
+
+
 def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> None:
     """Join the existing Ray, or start one that keeps its files in `directory`."""
     if hook := os.environ.pop("RAY_RUNTIME_ENV_HOOK", None):  # workers run the driver's interpreter and sources
@@ -82,17 +99,10 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
     # Ray prints a page per dead actor; RemoteFailure names the actor and the cause if it matters.
     vars(ray._private.worker)["listen_error_messages"] = lambda *_: None
     vars(ray._private.utils)["set_sigterm_handler"] = lambda _: None  # a signal stops the run by name, also meanwhile
-    address = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
+    address = ray_address(ray_init)
     try:
-        host, _, port = address.rpartition("://")[2].rpartition(":")
-        if not directory and port.isdecimal():  # ray.init would retry an address where nothing listens indefinitely
-            try:
-                with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
-                    connection.sendall(HTTP2_PREFACE)
-                    if os.environ.get("RAY_USE_TLS", "0") == "0" and connection.recv(4)[3:] != HTTP2_SETTINGS:
-                        raise ConnectionError("another program listens there")
-            except OSError as error:
-                raise ConnectionError(str(error)) from error
+        if not directory and (reason := no_response(address)):  # ray.init would retry it indefinitely
+            raise ConnectionError(reason)
         with _isolated(directory) if directory else nullcontext():
             ray.init(**options | ray_init)
         REQUESTS.raise_again()
@@ -101,6 +111,26 @@ def start_ray(ray_init: dict[str, Any], directory: PrivateDirectory | None) -> N
             f"no Ray responds at {address} (RAY_ADDRESS or ray_kwargs.ray_init.address): {str(error)[:200]}",
             fix="start it with ray start --head, or unset the address to have one started here",
         ) from error
+
+
+def ray_address(ray_init: dict[str, Any]) -> str:
+    """Return the address of the existing Ray that a run joins; empty if none is named."""
+    return ray_init.get("address") or os.environ.get("RAY_ADDRESS") or ""
+
+
+def no_response(address: str) -> str:
+    """Return why no Ray responds at an address; empty if it responds, or if the address has no port."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdecimal():
+        return ""
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS) as connection:
+            connection.sendall(HTTP2_PREFACE)
+            if os.environ.get("RAY_USE_TLS", "0") == "0" and connection.recv(4)[3:] != HTTP2_SETTINGS:
+                return "another program listens there"
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager
@@ -143,6 +173,22 @@ def read_machines() -> list[RayMachine]:
         )
         for node in ray.nodes()
         if node["Alive"]
+    ]
+
+
+def read_nodes() -> list[RayNode]:
+    """Return all nodes that have joined the Ray of this process; those of a machine in the order in which they did."""
+    client, now = GcsClient(address=ray.get_runtime_context().gcs_address), 1000 * time.time()
+    return [
+        RayNode(
+            node.node_manager_hostname,
+            node.node_manager_address,
+            node.node_name,
+            node.state == node.ALIVE,
+            (now - (node.end_time_ms or node.start_time_ms)) / 1000,
+            node.death_info.reason_message,
+        )
+        for node in sorted(client.get_all_node_info().values(), key=lambda node: node.start_time_ms)
     ]
 
 
