@@ -15,22 +15,22 @@ LINES = {
     "checkpoint": 2028,
     "compat": 3247,
     "config": 5418,
-    "core": 15235,
+    "core": 15281,
     "data": 2788,
-    "doctor": 4744,
+    "doctor": 5195,
     "environments": 182,
     "evaluation": 2305,
     "health": 1074,
     "model_merger": 931,
-    "report": 2547,
-    "rewards": 3764,
-    "runs": 4160,
+    "report": 2550,
+    "rewards": 3769,
+    "runs": 4269,
     "runtime": 1604,
     "tracking": 1996,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 60690
-FILES = {"core": 76, "hybridrl": 283}
+TOTAL = 61304
+FILES = {"core": 76, "hybridrl": 287}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

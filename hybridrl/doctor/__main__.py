@@ -215,10 +215,17 @@ COMMANDS = {
         rejection="template.rejected",
     ),
     "cluster": Command(
-        "[key=value ...]: tries the machines of a Ray cluster together, without a run",
-        KEYS,
+        "[--wait SECONDS --hosts FILE --logs DIR] [key=value ...]: tries the machines of a Ray cluster together",
+        [
+            argument("--wait", type=float, default=0.0, metavar="SECONDS", help="for hosts that have not joined yet"),
+            argument(
+                "--hosts", type=Path, metavar="FILE", help="a host per line; default: any, as many as the run needs"
+            ),
+            argument("--logs", type=Path, metavar="DIR", help="of the hosts, DIR/HOST.log, for those that do not join"),
+            *KEYS,
+        ],
         "hybridrl.doctor.cluster:run",
-        "The cluster of RAY_ADDRESS or ray_kwargs.ray_init.address: versions, the files of a run, and the network.",
+        "The cluster of RAY_ADDRESS or ray_kwargs.ray_init.address: hosts, versions, the files of a run, the network.",
     ),
     "why": Command(
         "RUN: how a run is, or why it ended, and the command to continue with",

@@ -6,13 +6,12 @@ import os
 import signal
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 import ray._private.worker
@@ -22,34 +21,40 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hybridrl import project_file
+from hybridrl.config import PPOConfig
 from hybridrl.config.files import holds_adapter, resolve_model
-from hybridrl.config.findings import Finding, Findings, Severity
+from hybridrl.config.findings import Findings
 from hybridrl.core import device as devices
 from hybridrl.core.cluster.failures import cause
 from hybridrl.core.cluster.group import Group, kill, spawn
 from hybridrl.core.cluster.session import (
     RayMachine,
     RaySession,
-    describe_room,
     existing_ray,
     join_command,
-    missing_machines,
+    no_response,
+    ray_address,
     read_machines,
-    request_of,
+    read_nodes,
 )
 from hybridrl.doctor import resolve
-from hybridrl.doctor.machine import (
-    INSTALLING,
-    SHARED_MEMORY,
-    SHOWN,
-    TEMPORARY,
+from hybridrl.doctor.facts import (
+    ADDRESS,
+    CLOCK,
+    DIRECTORY,
+    GLOO,
+    NETWORK,
     Facts,
+    add_common_facts,
     check_directory,
+    compare_machines,
+    gloo_fault,
     machine_facts,
-    reach,
+    on_interface,
     script_of,
 )
+from hybridrl.doctor.joining import check_hosts, check_room, missing_hosts, read_hosts, wait_until
+from hybridrl.doctor.links import LINK_SECONDS, Link, Pair, measure_link, odd_links, reach, report_links, rounds
 from hybridrl.runtime.environment import joins, worker_environment
 from hybridrl.runtime.guard import end_with_parent
 from hybridrl.tracking.console import info, warn
@@ -60,10 +65,8 @@ START = (
 )
 START_SECONDS = 300.0  # for a process to import torch, from a slow disk too
 COLLECTIVE_SECONDS, PAIR_SECONDS = 60.0, 10.0
-VERSIONS = ("hybridrl", *SHOWN, "CUDA", "NCCL", "VLLM_NCCL_SO_PATH", "Python", "CUDA driver")
 OF_DRIVER = ("hybridrl", "ray", "transformers", "Python")  # the driver's torch may be another build
-DRIVER, DIRECTORY, NETWORK, CLOCK = "driver", "run directory", "network", "clock offset in s"
-CLOCK_SECONDS = 2.0
+DRIVER = "driver"
 # What only the driver reads.
 DRIVER_ONLY = ("data.train_files", "data.val_files", "data.custom_cls", "data.sampler", "algorithm.adv_estimator")
 DRIVER_SECTIONS = ("trainer", "own")
@@ -96,8 +99,13 @@ class Probe:
     def __init__(self) -> None:
         end_with_parent(os.getppid(), signal.SIGKILL)
 
-    def facts(self, device: str, paths: Mapping[str, str], directory: str, marker: str, reply: str) -> Facts:
-        return machine_facts(device, paths) | {DIRECTORY: check_directory(Path(directory), marker, reply)}
+    def facts(
+        self, device: str, paths: Mapping[str, str], gpus: float, directory: str, marker: str, reply: str
+    ) -> Facts:
+        """Measure the machine, whose Ray offers this number of GPUs."""
+        address = on_interface(ray.util.get_node_ip_address())
+        shared = check_directory(Path(directory), marker, reply)
+        return machine_facts(device, paths, gpus) | {ADDRESS: address, GLOO: gloo_fault(), DIRECTORY: shared}
 
     def clock(self) -> float:
         return time.time()
@@ -113,8 +121,8 @@ class Probe:
         with ThreadPoolExecutor(len(places)) as pool:
             return list(pool.map(lambda place: reach(*place), places))
 
-    def all_reduce(self, rank: int, ranks: int, device: str, address: str, seconds: float) -> None:
-        """Sum a number over the machines as training ranks do; collective."""
+    def all_reduce(self, rank: int, ranks: int, device: str, address: str, seconds: float) -> Link | None:
+        """Sum a number over the machines as training ranks do; collective. Returns the link of two machines on CPU."""
         gpus = ray.get_gpu_ids()
         if device == "cuda" and gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(gpus[0])
@@ -124,9 +132,16 @@ class Probe:
             dist.all_reduce(number, async_op=True).wait(timedelta(seconds=seconds))
             if number.item() != ranks:
                 raise RuntimeError(f"the sum over {ranks} machines is {number.item():g}")
+            return measure_link(_seconds_of_sum) if ranks == 2 and device == "cpu" else None
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _seconds_of_sum(size: int) -> float:
+    tensor, began = torch.ones(size // 4), time.monotonic()
+    dist.all_reduce(tensor)
+    return time.monotonic() - began
 
 
 def probe_run(session: RaySession, directory: Path, values: Mapping[str, Any]) -> None:
@@ -142,37 +157,46 @@ def probe_run(session: RaySession, directory: Path, values: Mapping[str, Any]) -
 
 def probe_session(session: RaySession, directory: Path, paths: Mapping[str, str]) -> Findings:
     """Try the machines of a run. `paths` are what every machine reads, by key; `directory` is the run's."""
-    nodes = {machine.node_id: machine.name for machine in read_machines()}
-    names, actors = [], []
-    for number, device in enumerate(session.first_devices):
-        names.append(f"machine {number} ({nodes[session.node(device)]})")
+    nodes = {machine.node_id: machine for machine in read_machines()}
+    machines = [nodes[session.node(device)] for device in session.first_devices]
+    actors = []
+    for device in session.first_devices:
         environment = worker_environment(session.device, session.sharing(device))
         actors.append(spawn(Probe, session, device, environment, gpus=1))
-    return _probe(actors, names, session.device, session.device, directory, paths)
+    return _probe(actors, machines, session.device, session.device, directory, paths)
 
 
 def probe_machines(machines: Sequence[RayMachine], device: str, directory: Path, paths: Mapping[str, str]) -> Findings:
     """Try machines without a run, which may use their GPUs: messages between them go by gloo only."""
-    names = [f"machine {number} ({machine.name})" for number, machine in enumerate(machines)]
     pins = [NodeAffinitySchedulingStrategy(machine.node_id, soft=False) for machine in machines]
     actors = [ray.remote(Probe).options(num_cpus=0, scheduling_strategy=pin).remote() for pin in pins]
-    return _probe(actors, names, device, "cpu", directory, paths)
+    return _probe(actors, machines, device, "cpu", directory, paths)
 
 
 def _probe(
-    actors: list, names: list[str], device: str, collective: str, directory: Path, paths: Mapping[str, str]
+    actors: list,
+    machines: Sequence[RayMachine],
+    device: str,
+    collective: str,
+    directory: Path,
+    paths: Mapping[str, str],
 ) -> Findings:
     group = Group(actors, "probe", [f"machine-{number}" for number in range(len(actors))])
+    gpus = {
+        f"machine {number} ({machine.name})": machine.total.get("GPU", 0) for number, machine in enumerate(machines)
+    }
     try:
-        facts = _gather_facts(group, names, device, directory, paths)
+        facts = _gather_facts(group, gpus, device, directory, paths)
         failed = {name: fact for name, fact in facts.items() if isinstance(fact, str)}
         measured = {name: fact for name, fact in facts.items() if not isinstance(fact, str)}
         findings = Findings()
         for name, reason in failed.items():
-            fix = "install hybridrl there, the same version, and check ray_kwargs.ray_init.runtime_env"
+            fix = "start its Ray again if it has died; install hybridrl there, the same version, and check "
+            fix += "ray_kwargs.ray_init.runtime_env"
             findings.error("cluster.start", f"{name} runs no process of hybridrl: {reason}", fix)
+        add_common_facts(measured)
         if not failed:
-            for name, reason in _try_network(group, names, collective).items():
+            for name, reason in _try_network(group, measured, collective, findings).items():
                 measured[name][NETWORK] = reason
         here = machine_facts("cpu", paths)
         driver = {fact: here[fact] for fact in (*OF_DRIVER, *paths)}
@@ -184,16 +208,17 @@ def _probe(
 
 
 def _gather_facts(
-    group: Group, names: list[str], device: str, directory: Path, paths: Mapping[str, str]
+    group: Group, gpus: Mapping[str, float], device: str, directory: Path, paths: Mapping[str, str]
 ) -> dict[str, Facts | str]:
-    """Return the facts of each machine, or why it has none."""
+    """Return the facts of each machine, or why it has none. `gpus`: Ray's number of GPUs, by the machines' names."""
     marker = f".cluster-{uuid.uuid4().hex}"
-    replies = [f"{marker}-{number}" for number in range(len(names))]
+    replies = [f"{marker}-{number}" for number in range(len(gpus))]
     (directory / marker).touch()
     try:
-        parts = [(device, paths, str(directory), marker, reply) for reply in replies]
-        facts = dict(zip(names, _outcomes(group.start_each(Probe.facts, parts), START_SECONDS), strict=True))
-        for number, (name, reply) in enumerate(zip(names, replies, strict=True)):
+        counted = zip(gpus.values(), replies, strict=True)
+        parts = [(device, paths, count, str(directory), marker, reply) for count, reply in counted]
+        facts = dict(zip(gpus, _outcomes(group.start_each(Probe.facts, parts), START_SECONDS), strict=True))
+        for number, (name, reply) in enumerate(zip(gpus, replies, strict=True)):
             if isinstance(facts[name], str):
                 continue
             if not facts[name][DIRECTORY] and not (directory / reply).exists():
@@ -208,39 +233,66 @@ def _gather_facts(
     return facts
 
 
-def _try_network(group: Group, names: list[str], device: str) -> dict[str, str]:
-    """Connect every machine to every other, then sum a number over pairs and over all; return each one's faults."""
-    places = group.broadcast(Probe.listen, timeout=START_SECONDS)
+def _try_network(group: Group, machines: Mapping[str, Facts], device: str, findings: Findings) -> dict[str, str]:
+    """Connect every machine to every other, and measure; then sum a number over pairs and over all. Returns each
+    machine's faults."""
+    names = [*machines]
+    places = _outcomes(group.start(Probe.listen), START_SECONDS)
+    silent = {name: place for name, place in zip(names, places, strict=True) if isinstance(place, str)}
+    if silent:
+        at = "cannot listen at its address in Ray, "
+        return dict.fromkeys(names, "") | {
+            name: f"{at}{machines[name][ADDRESS]}: {why}" for name, why in silent.items()
+        }
     reached = group.broadcast(Probe.reach, places, timeout=START_SECONDS)
     faults = {
         name: ", ".join(
-            f"cannot reach {other} at {reason}" for other, reason in zip(names, reasons, strict=True) if reason
+            f"cannot reach {other} at {reason}, there {machines[other][ADDRESS]}"
+            for other, reason in zip(names, reasons, strict=True)
+            if reason
         )
         for name, reasons in zip(names, reached, strict=True)
     }
     if any(faults.values()):
         return faults
-    for other in range(1, len(names)):  # over gloo, as a failed NCCL ends its process
-        pair = (names[0], names[other])
-        failed = _all_reduce(group.only([0, other]), "cpu", PAIR_SECONDS)
+    links: dict[Pair, Link] = {}
+    for pairs in rounds(len(names)):
+        if failed := _measure(group, names, pairs, links):
+            return faults | failed
+    for pair in odd_links(links):  # again and alone, as other pairs may have shared its network
+        _measure(group, names, [pair], links)
+    report_links(names, links, findings)
+    everyone = tuple(range(len(names)))
+    failures = zip(names, _sum(group, [everyone], device, COLLECTIVE_SECONDS)[everyone], strict=True)
+    return faults | {name: f"no all-reduce over all machines: {why}" for name, why in failures if isinstance(why, str)}
+
+
+def _measure(group: Group, names: Sequence[str], pairs: Sequence[Pair], links: dict[Pair, Link]) -> dict[str, str]:
+    """Add the links of pairs, the best of their measurements; return the faults of the pairs that have none. It is over
+    gloo, as a failed NCCL ends its process."""
+    faults = {}
+    for pair, outcomes in _sum(group, pairs, "cpu", PAIR_SECONDS).items():
+        members = zip(pair, outcomes, strict=True)
+        failed = [f"{names[machine]}: {why}" for machine, why in members if isinstance(why, str)]
         if failed:
-            reasons = "; ".join(f"{pair[rank]}: {reason}" for rank, reason in failed.items())
-            message = f"no all-reduce with {names[0]} within {PAIR_SECONDS:g} s ({reasons})"
-            # At once, as torch numbers a process's groups, and after a failure the numbers of two machines differ.
-            return faults | {names[other]: message}
-    failures = _all_reduce(group, device, COLLECTIVE_SECONDS)
-    return faults | {names[rank]: f"no all-reduce over all machines: {reason}" for rank, reason in failures.items()}
+            reasons = "; ".join(failed)
+            faults[names[pair[1]]] = f"no all-reduce with {names[pair[0]]} within {PAIR_SECONDS:g} s ({reasons})"
+        else:
+            links[pair] = outcomes[0].best(links.get(pair))
+    return faults
 
 
-def _all_reduce(group: Group, device: str, seconds: float) -> dict[int, str]:
-    """Return the ranks of the group that failed, and why."""
-    try:
-        host, port = group.only([0]).broadcast(Probe.listen, timeout=seconds)[0]
-    except RuntimeError as error:
-        return {0: str(error).splitlines()[0]}
-    parts = [(rank, len(group), device, f"{host}:{port}", seconds) for rank in range(len(group))]
-    outcomes = _outcomes(group.start_each(Probe.all_reduce, parts), seconds + PAIR_SECONDS)
-    return {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, str)}
+def _sum(group: Group, teams: Sequence[tuple[int, ...]], device: str, seconds: float) -> dict[tuple[int, ...], list]:
+    """Sum over the machines of each team, all teams at the same time. Returns for each of a team's machines the link of
+    a pair, or as a text why it failed. After a failure torch numbers the groups of machines differently, so that no
+    other may follow."""
+    places = _outcomes(group.only([team[0] for team in teams]).start(Probe.listen), START_SECONDS)
+    started = {}
+    for team, place in zip(teams, places, strict=True):
+        address = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
+        parts = [(rank, len(team), device, address, seconds) for rank in range(len(team))]
+        started[team] = group.only(team).start_each(Probe.all_reduce, parts)
+    return {team: _outcomes(calls, seconds + LINK_SECONDS) for team, calls in started.items()}
 
 
 def _outcomes(refs: list, timeout: float) -> list[Any]:
@@ -265,113 +317,6 @@ def describe_reservations() -> list[str]:
     ]
 
 
-def _check_room(device: str, pools: Mapping[str, tuple[int, int]], findings: Findings) -> None:
-    """Report the machines of the cluster, and what is missing of the machines and devices of each of a run's pools."""
-    machines = read_machines()
-    room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
-    lines = [f"{len(machines)} machine(s)", *room, *describe_reservations()]
-    dashboard = ray._private.worker.get_dashboard_url()
-    lines += [f"dashboard: {dashboard}"] if dashboard else []
-    findings.info("cluster.ray", "\n".join([*lines, f"to add a machine: {join_command()}"]))
-    for section, (count, size) in pools.items():
-        for missing in missing_machines(machines, request_of(device, size), count):
-            fix = f"run `{join_command()}` there, or lower {section}.nnodes or {section}.n_gpus_per_node"
-            findings.error("cluster.ray", missing, fix, keys=f"{section}.nnodes", value=count)
-
-
-# -- comparing facts ---------------------------------------------------------------------------------------------------
-
-
-class FactRule(NamedTuple):
-    """Rule for a fact of one machine."""
-
-    severity: Severity
-    code: str
-    wrong: Callable[[Any], bool]
-    fix: str
-
-
-INTERFACE = "the interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME in ray_kwargs.ray_init.runtime_env.env_vars"
-SHARED = "set trainer.default_local_dir to a directory on storage that all machines share"
-RULES = {
-    DIRECTORY: FactRule("error", "cluster.directory", bool, SHARED),
-    NETWORK: FactRule("error", "cluster.network", bool, f"open the ports between the machines, or name {INTERFACE}"),
-    CLOCK: FactRule(
-        "warning", "cluster.clock", lambda value: abs(value) > CLOCK_SECONDS, "synchronize it (chronyc makestep)"
-    ),
-    "memory free in GiB": FactRule("warning", "cluster.free", lambda value: value < 2, "end other programs"),
-    TEMPORARY: FactRule("warning", "cluster.free", lambda value: value < 1, "delete files there"),
-    SHARED_MEMORY: FactRule("warning", "cluster.free", lambda value: value < 1, "mount it with a larger size"),
-}
-
-
-def compare_machines(machines: Mapping[str, Facts]) -> Findings:
-    """Judge the facts of all machines, by their names: a table, and what differs or fails with its fix."""
-    findings = Findings()
-    findings.info("cluster.facts", f"{', '.join(machines)}\n{facts_table(machines)}")
-    for fact, holders in _values(machines).items():
-        if rule := RULES.get(fact):
-            for value, names in holders.items():
-                if rule.wrong(value):
-                    cause = f"{fact}, on {names}: {value}"
-                    findings.add(Finding(rule.code, rule.severity, cause=cause, fix=rule.fix))
-        elif fact in VERSIONS:
-            _compare_versions(fact, holders, findings)
-        else:
-            _compare_paths(fact, holders, findings)
-    return findings
-
-
-def _compare_versions(fact: str, holders: Mapping[Any, str], findings: Findings) -> None:
-    if len(holders) == 1:
-        return
-    cause = f"{fact} differs: {_listed(holders)}"
-    same_minor = len({str(value).rpartition(".")[0] for value in holders}) == 1
-    if fact == "CUDA driver" or (fact == "Python" and same_minor):
-        findings.warn("cluster.versions", cause)
-    else:
-        fix = f"install the same on each machine, as {project_file(INSTALLING)} says"
-        findings.error("cluster.versions", cause, fix)
-
-
-def _compare_paths(fact: str, holders: Mapping[Any, str], findings: Findings) -> None:
-    fix = "copy the same files to each machine, or name a path on storage that all machines share"
-    if None in holders:
-        findings.error("cluster.paths", f"{fact} does not exist on {holders[None]}", fix)
-    elif len(holders) > 1:
-        findings.error("cluster.paths", f"{fact} has different contents: {_listed(holders)}", fix)
-
-
-def facts_table(machines: Mapping[str, Facts]) -> str:
-    """Return one line per fact: the value that all machines share, or each value with its machines, marked by `!`."""
-    values = _values(machines)
-    width = max(map(len, values), default=0)
-    lines = []
-    for fact, holders in values.items():
-        rule = RULES.get(fact)
-        wrong = any(map(rule.wrong, holders)) if rule else len(holders) > 1 or None in holders
-        text = _listed(holders) if len(holders) > 1 or wrong else _shown(next(iter(holders)))
-        lines.append(f"{'!' if wrong else ' '} {fact:{width}}  {text}")
-    return "\n".join(lines)
-
-
-def _values(machines: Mapping[str, Facts]) -> dict[str, dict[Any, str]]:
-    """For each fact its values, and for each value the machines that have it."""
-    holders: dict[str, dict[Any, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, facts in machines.items():
-        for fact, value in facts.items():
-            holders[fact][value].append(name)
-    return {fact: {value: ", ".join(names) for value, names in values.items()} for fact, values in holders.items()}
-
-
-def _listed(holders: Mapping[Any, str]) -> str:
-    return "; ".join(f"{_shown(value)} on {names}" for value, names in holders.items())
-
-
-def _shown(value: Any) -> str:
-    return {None: "missing", "": "-"}.get(value) or f"{value}"
-
-
 def run(options: argparse.Namespace) -> Findings:
     """Try the machines of the cluster that a configuration or RAY_ADDRESS names."""
     resolved = resolve(options)
@@ -381,13 +326,28 @@ def run(options: argparse.Namespace) -> Findings:
     elif not joins(resolved.config.ray_kwargs.ray_init):
         findings.error("cluster.ray", "no Ray cluster is named: neither RAY_ADDRESS nor ray_init.address is set", START)
     else:
-        config = resolved.config
-        pools = {"trainer": (config.trainer.nnodes, config.trainer.n_gpus_per_node or 1)}
-        pools |= {"actor_rollout_ref.rollout": config.rollout_pool} if config.separate else {}
-        with findings.gathered("cluster.ray"), existing_ray(config.ray_kwargs.ray_init):
-            _check_room(config.trainer.device, pools, findings)
-            path = Path(config.trainer.default_local_dir).expanduser().absolute()
-            directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
-            paths = shared_paths(asdict(config))
-            findings.add(*probe_machines(read_machines(), config.trainer.device, directory, paths).items)
+        with findings.gathered("cluster.hosts"):
+            hosts = read_hosts(options.hosts)
+            with findings.gathered("cluster.ray"):
+                _check_cluster(resolved.config, hosts, options, findings)
     return findings
+
+
+def _check_cluster(config: PPOConfig, hosts: Sequence[str], options: argparse.Namespace, findings: Findings) -> None:
+    """Wait for the hosts, then try them. Raises ConfigError if no Ray responds."""
+    ray_init, deadline = config.ray_kwargs.ray_init, time.monotonic() + options.wait
+    address = ray_address(ray_init)
+    if not wait_until(lambda: [f"Ray at {address}"] * bool(no_response(address)), deadline):
+        check_hosts(hosts, [], options.logs, findings)
+    with existing_ray(ray_init):
+        wait_until(lambda: missing_hosts(hosts, read_nodes()), deadline)
+        check_hosts(hosts, read_nodes(), options.logs, findings)
+        if findings.errors:
+            return
+        machines = read_machines()
+        dashboard = ray._private.worker.get_dashboard_url()
+        lines = [*describe_reservations(), *[f"dashboard: {dashboard}"] * bool(dashboard)]
+        check_room(config, machines, [*lines, f"to add a machine: {join_command()}"], findings)
+        path = Path(config.trainer.default_local_dir).expanduser().absolute()
+        directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
+        findings.add(*probe_machines(machines, config.trainer.device, directory, shared_paths(asdict(config))).items)

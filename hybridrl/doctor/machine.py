@@ -1,23 +1,20 @@
-"""Measure and check one machine: installed versions, memory, cores, limits, who holds the memory of its GPUs, whether
-driver and torch fit them, and the facts that the machines of a run must share (`cluster.py` compares them).
+"""Measure and check one machine: installed versions, memory, cores, limits, who holds the memory of its GPUs, and
+whether driver and torch fit them.
 
 Reads metadata and sources; the only checked library that it imports is torch, without creating a context.
 """
 
 import ast
 import contextlib
-import hashlib
 import importlib.util
 import os
 import platform
 import re
 import resource
 import shutil
-import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import psutil
@@ -27,7 +24,6 @@ from packaging.requirements import Requirement
 
 from hybridrl import project_file
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
-from hybridrl.config.files import resolve_model
 from hybridrl.config.findings import Findings
 from hybridrl.core import device as devices
 from hybridrl.core.device import cgroup_limits, store_bytes
@@ -223,7 +219,7 @@ UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 class Gpu(NamedTuple):
     """Sizes in bytes; `holders` are processes by number, name and bytes (0: unknown), as far as they are visible.
     `capability` is the GPU's architecture, 90 for sm_90; `cuda` the newest CUDA of its driver, 12080 for 12.8; 0:
-    unknown."""
+    unknown. `errors`: uncorrected ECC errors since its last reset."""
 
     index: int
     name: str
@@ -232,6 +228,7 @@ class Gpu(NamedTuple):
     holders: tuple[tuple[int, str, int], ...] = ()
     capability: int = 0
     cuda: int = 0
+    errors: int = 0
 
 
 def check_gpus(
@@ -243,18 +240,25 @@ def check_gpus(
     for gpu in gpus:
         summary = f"GPU {gpu.index}, {gpu.name}: {gpu.free / GIB:.1f} of {gpu.total / GIB:.1f} GiB free"
         findings.info("gpu.found", summary)
-        if gpu.total - gpu.free <= IDLE_SHARE * gpu.total:
+        if not (cause := gpu_in_use(gpu)):
             continue
-        busy = [f"process {pid} ({name}{f', {size / GIB:.1f} GiB' if size else ''})" for pid, name, size in gpu.holders]
-        used, holders = 1 - gpu.free / gpu.total, ", ".join(busy) or "processes that are not visible from here"
-        cause = f"GPU {gpu.index}: {used:.0%} of its memory is taken by {holders}"
-        fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if busy else "")
+        used = 1 - gpu.free / gpu.total
+        fix = "end them" + (f" (kill {' '.join(str(pid) for pid, _, _ in gpu.holders)})" if gpu.holders else "")
         if 1 - used < utilization:
             cause += f", and the engine does not start if less than {UTILIZATION}={utilization:g} of it is free"
             fix += f", or set {UTILIZATION}={int(max(1 - used - IDLE_SHARE, 0) * 100) / 100:g}"
             findings.error("gpu.held", cause, fix, keys=UTILIZATION)
         else:
             findings.warn("gpu.held", cause, f"{fix}, or choose other GPUs by CUDA_VISIBLE_DEVICES")
+
+
+def gpu_in_use(gpu: Gpu) -> str:
+    """Return who holds a GPU's memory; empty if it is idle."""
+    if gpu.total - gpu.free <= IDLE_SHARE * gpu.total:
+        return ""
+    busy = [f"process {pid} ({name}{f', {size / GIB:.1f} GiB' if size else ''})" for pid, name, size in gpu.holders]
+    holders = ", ".join(busy) or "processes that are not visible from here"
+    return f"GPU {gpu.index}: {1 - gpu.free / gpu.total:.0%} of its memory is taken by {holders}"
 
 
 def _check_build(gpus: list[Gpu], findings: Findings, cuda: str | None, architectures: list[str]) -> None:
@@ -285,6 +289,15 @@ def _runs_on(architecture: str, capability: int) -> bool:
 
 def visible_gpus() -> list[Gpu]:
     """List GPUs in the order of CUDA_VISIBLE_DEVICES, which names them by number or by a prefix of their UUID."""
+    gpus, chosen = machine_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return [*gpus.values()]
+    names = [name.strip() for name in chosen.split(",")]
+    return [gpu for name in names for uuid, gpu in gpus.items() if name and name in (str(gpu.index), uuid[: len(name)])]
+
+
+def machine_gpus() -> dict[str, Gpu]:
+    """Return all GPUs of this machine, by UUID."""
     gpus: dict[str, Gpu] = {}
     pynvml.nvmlInit()
     try:
@@ -301,99 +314,13 @@ def visible_gpus() -> list[Gpu]:
                     there = psutil.Process(process.pid)
                     owner = f"{' '.join(there.cmdline())[:60] or there.name()}, of {there.username()}"
                 holders.append((process.pid, owner, process.usedGpuMemory or 0))
+            errors, kinds = 0, (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+            with contextlib.suppress(pynvml.NVMLError):  # a GPU without ECC
+                errors = pynvml.nvmlDeviceGetTotalEccErrors(handle, *kinds)
             major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
             name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
             sizes = memory.total, memory.free
-            gpus[uuid] = Gpu(index, name, *sizes, tuple(holders), 10 * major + minor, cuda)
+            gpus[uuid] = Gpu(index, name, *sizes, tuple(holders), 10 * major + minor, cuda, errors)
     finally:
         pynvml.nvmlShutdown()
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return [*gpus.values()]
-    names = [name.strip() for name in chosen.split(",")]
-    return [gpu for name in names for uuid, gpu in gpus.items() if name and name in (str(gpu.index), uuid[: len(name)])]
-
-
-# -- facts that the machines of a run must share -----------------------------------------------------------------------
-
-
-TEMPORARY, SHARED_MEMORY = "/tmp or TMPDIR free in GiB", "/dev/shm free in GiB"
-WHOLE_BYTES, BLOCK_BYTES, BLOCKS = 32 << 20, 4096, 16  # larger files are compared by blocks spread over them
-MODEL_FILES = (".json", ".safetensors", ".bin", ".pt", ".distcp", ".metadata", ".jinja", ".model", ".txt")
-# Texts and numbers by name; a missing fact, such as a path, is empty or None, and reported.
-Facts = dict[str, Any]
-
-
-def machine_facts(device: str, paths: Mapping[str, str]) -> Facts:
-    """Measure this machine: versions, the contents of the paths, what is free."""
-    top = Path(devices.__file__).parents[1]
-    sources = ((file.relative_to(top).as_posix(), file) for file in sorted(top.rglob("*.py")))
-    facts: Facts = {"Python": platform.python_version(), "hybridrl": _digest(sources)}
-    facts |= {name: version_of(name) or "" for name in SHOWN}
-    if device == "cuda":
-        pynvml.nvmlInit()
-        facts |= devices.libraries() | {"CUDA driver": pynvml.nvmlSystemGetDriverVersion()}
-        pynvml.nvmlShutdown()
-        facts["VLLM_NCCL_SO_PATH"] = os.environ.get("VLLM_NCCL_SO_PATH", "")
-    facts |= {key: files_digest(path) for key, path in paths.items()}
-    facts["memory free in GiB"] = round(devices.memory_left() / GIB, 1)
-    # Ray's sockets are in /tmp whatever TMPDIR says, and compiled kernels and temporary files where it says.
-    for name, places in ((TEMPORARY, {Path("/tmp"), Path(gettempdir())}), (SHARED_MEMORY, {SHARED})):
-        facts[name] = round(min(free_space(place) or 0 for place in places) / GIB, 1)
-    return facts
-
-
-def files_digest(path: str) -> str | None:
-    """Return a digest of a file, a module, or a model's files (of large ones: size and blocks); None if missing."""
-    if Path(path).is_dir():
-        files = sorted({*Path(path).glob("*"), *resolve_model(path).glob("*")})
-        used = (file for file in files if file.is_file() and file.name.endswith(MODEL_FILES))
-        return _digest((file.relative_to(path).as_posix(), file) for file in used)
-    file = script_of(path)
-    if not file.is_file():
-        try:
-            spec = importlib.util.find_spec(path.removeprefix("pkg://"))
-        except (ImportError, ValueError):
-            return None
-        if spec is None or not spec.origin:
-            return None
-        file = Path(spec.origin)
-    return _digest([("", file)])
-
-
-def script_of(value: str) -> Path:
-    """Return the file of path/to/file.py or path/to/file.py:function."""
-    return Path(value.removeprefix("file://").rpartition(".py")[0] + ".py").expanduser()
-
-
-def _digest(files: Iterable[tuple[str, Path]]) -> str:
-    """Return a digest of names and contents."""
-    total = hashlib.sha256()
-    for name, file in files:
-        size = file.stat().st_size
-        total.update(f"{name} {size} ".encode())
-        with file.open("rb") as opened:
-            for start in [0] if size <= WHOLE_BYTES else range(0, size, size // BLOCKS):
-                opened.seek(start)
-                total.update(opened.read(WHOLE_BYTES if size <= WHOLE_BYTES else BLOCK_BYTES))
-    return total.hexdigest()[:10]
-
-
-def check_directory(directory: Path, marker: str, reply: str) -> str:
-    """Return why this machine does not share the directory in which the driver wrote `marker`; else write `reply`."""
-    if not (directory / marker).is_file():
-        return "a file that the driver wrote is not visible"
-    try:
-        (directory / reply).touch()
-    except OSError as error:
-        return f"not writable ({error.strerror})"
-    return ""
-
-
-def reach(host: str, port: int, seconds: float = 5.0) -> str:
-    """Return why no connection to a port of another machine can be made; empty if it can."""
-    try:
-        socket.create_connection((host, port), timeout=seconds).close()
-    except OSError as error:
-        return f"{host}:{port} ({error})"
-    return ""
+    return gpus

@@ -9,8 +9,36 @@ from typing import Any
 
 import pytest
 
-from hybridrl.doctor.cluster import CLOCK, DIRECTORY, NETWORK, compare_machines, facts_table, shared_paths
-from hybridrl.doctor.machine import SHARED_MEMORY, TEMPORARY, check_directory, files_digest, machine_facts, reach
+from hybridrl.doctor.cluster import shared_paths
+from hybridrl.doctor.facts import (
+    ADDRESS,
+    CLOCK,
+    DIRECTORY,
+    FILES,
+    GLOO,
+    GPU_FAULTS,
+    GPU_USE,
+    GPUS,
+    INTERFACES,
+    MEMORY,
+    NETWORK,
+    SHARED_MEMORY,
+    TEMPORARY,
+    VARIABLES,
+    add_common_facts,
+    bypassed,
+    check_directory,
+    compare_machines,
+    facts_table,
+    files_digest,
+    gloo_fault,
+    gpu_facts,
+    interfaces,
+    machine_facts,
+    on_interface,
+)
+from hybridrl.doctor.links import reach
+from hybridrl.doctor.machine import GIB, Gpu
 
 MODEL = "actor_rollout_ref.model.path=/models/q"
 FACTS = {
@@ -22,7 +50,8 @@ FACTS = {
     "NCCL": "2.29.7",
     "CUDA driver": "580.1",
     MODEL: "beef",
-    "memory free in GiB": 100.0,
+    MEMORY: 100.0,
+    FILES: 65536,
     TEMPORARY: 100.0,
     SHARED_MEMORY: 100.0,
     DIRECTORY: "",
@@ -73,6 +102,86 @@ def test_little_memory_and_a_clock_that_differs_are_warnings():
     assert messages(**{SHARED_MEMORY: 0.1}) == [("warning", "cluster.free", "/dev/shm free in GiB, on b: 0.1")]
     assert messages(**{CLOCK: -30.0}) == [("warning", "cluster.clock", "clock offset in s, on b: -30.0")]
     assert messages(**{CLOCK: 1.0}) == []
+
+
+def test_few_open_files_are_a_warning():
+    assert messages(**{FILES: 1024}) == [("warning", "cluster.limits", "open files, on b: 1024")]
+
+
+def with_addresses(*addresses: str, **of_last: str) -> list[tuple[str, str]]:
+    """What is reported of machines a, b, ... with these addresses in Ray, the last of which has other facts."""
+    plain = FACTS | dict.fromkeys(VARIABLES, "") | {GLOO: ""}
+    machines = {
+        name: plain | {ADDRESS: f"{address} on eth0", INTERFACES: f"eth0 {address}"}
+        for name, address in zip("abc", addresses, strict=False)
+    }
+    list(machines.values())[-1].update(of_last)
+    add_common_facts(machines)
+    return [(one.code, one.cause) for one in compare_machines(machines).items if one.severity != "info"]
+
+
+def test_addresses_differ_and_are_shown_but_not_reported():
+    assert with_addresses("10.0.0.1", "10.0.0.2", "10.0.0.3") == []
+
+
+def test_a_machine_whose_name_is_an_address_that_others_cannot_reach_is_named_unless_all_are_local():
+    fault = {GLOO: "it listens at the loopback"}
+    expected = [("cluster.address", "address of gloo, on b: it listens at the loopback")]
+    assert with_addresses("10.0.0.1", "10.0.0.2", **fault) == expected
+    assert with_addresses("127.0.0.2", "127.0.0.3", **fault) == with_addresses("10.0.0.1", "10.0.0.1", **fault) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "interface", "usable"),
+    [("127.0.1.1", "", False), ("10.0.0.2", "", True), ("10.9.9.9", "", False), ("127.0.1.1", "eth0", True)],
+)
+def test_gloo_is_reached_at_the_address_of_the_name_or_by_an_interface_that_is_set(
+    monkeypatch, address: str, interface: str, usable: bool
+):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+    monkeypatch.setattr("hybridrl.doctor.facts.interfaces", lambda: {"10.0.0.2": "eth0", "127.0.1.1": "lo"})
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    assert bool(gloo_fault()) != usable
+
+
+def test_an_address_is_shown_with_its_interface():
+    assert interfaces()["127.0.0.1"] == "lo"
+    assert (on_interface("127.0.0.1"), on_interface("10.1.2.3")) == ("127.0.0.1 on lo", "10.1.2.3 on no interface")
+
+
+def test_a_variable_that_differs_and_a_proxy_for_the_machines_are_warnings():
+    differs = [("cluster.environment", "HF_HOME differs: - on a; /models on b")]
+    assert with_addresses("10.0.0.1", "10.0.0.2", HF_HOME="/models") == differs
+    proxied = {"http_proxy": "http://proxy:1", "no_proxy": "localhost,10.0.0.1"}
+    codes = with_addresses("10.0.0.1", "10.0.0.2", **proxied)
+    assert ("cluster.environment", "proxy, on b: http_proxy=http://proxy:1 is used for 10.0.0.2") in codes
+    assert not [
+        cause
+        for _, cause in with_addresses("10.0.0.1", "10.0.0.2", **proxied | {"no_proxy": "10.0.0.0/8"})
+        if cause.startswith("proxy")
+    ]
+
+
+def test_no_proxy_names_addresses_networks_and_all():
+    assert all(bypassed("10.0.0.2", names) for names in ("10.0.0.2", "a, 10.0.0.0/24", "*", "x,10.0.0.2"))
+    assert not any(bypassed("10.0.0.2", names) for names in ("", "10.0.0.20", "10.0.1.0/24", "localhost"))
+
+
+def test_gpus_that_are_missing_broken_in_use_or_of_another_kind_are_named():
+    gpus = [Gpu(index, "H100", 80 * GIB, 80 * GIB) for index in range(8)]
+    sound = gpu_facts(gpus, 8)
+    assert sound == {GPUS: "8 x H100, 80 GiB", GPU_FAULTS: "", GPU_USE: ""}
+    busy = gpus[3]._replace(free=40 * GIB, holders=((7, "python a.py, of b", 40 * GIB),))
+    facts = gpu_facts([*gpus[:2], gpus[2]._replace(errors=2), busy, gpus[4]._replace(name="A100"), *gpus[5:7]], 8)
+    assert facts[GPUS] == "6 x H100, 80 GiB; 1 x A100, 80 GiB"
+    assert facts[GPU_FAULTS] == "Ray offers 8 GPUs, and the driver shows 7; GPU 2 has 2 uncorrected ECC errors"
+    assert facts[GPU_USE] == "GPU 3: 50% of its memory is taken by process 7 (python a.py, of b, 40.0 GiB)"
+    findings = compare_machines({"a": FACTS | sound, "b": FACTS | facts})
+    assert [(one.severity, one.code) for one in findings.items[1:]] == [
+        ("warning", "cluster.gpus"),
+        ("error", "cluster.gpus"),
+        ("warning", "cluster.gpus"),
+    ]
 
 
 def test_the_table_marks_only_what_differs_or_fails():

@@ -72,6 +72,7 @@ RUNS = {
     ),
     "asynchronous": Tiny(rows=["| tail, continued: a step", "| its gain over the", "| seconds of rollout"]),
     "bfloat16_updates": Tiny(rows=["| 1e-06 | bfloat16 |", "| 0.001 | float32 |"]),
+    "cluster_check": Tiny(rows=["  2 machines,   1 pairs"]),
     "compiled": Tiny(rows=["| update, layers compiled", "| first two updates"]),
     "count_update": Tiny(
         rows=[

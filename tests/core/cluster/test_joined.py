@@ -188,7 +188,7 @@ def test_a_machine_that_differs_is_named_with_what_differs(cluster, tmp_path, ca
     (other / "transformers-4.1.dist-info").mkdir()
     (other / "transformers-4.1.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 4.1\n")
     path = os.pathsep.join([str(other), TOP])
-    variables = {"MODEL": str(other), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "none0"}
+    variables = {"MODEL": str(other), "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "none0", "HF_HOME": "/other"}
     cluster.add_node(num_cpus=2, env_vars=variables)
     session = RaySession("cpu", 4, 1, {}, 100)
     try:
@@ -196,10 +196,11 @@ def test_a_machine_that_differs_is_named_with_what_differs(cluster, tmp_path, ca
             probe_run(session, tmp_path, {"model": {"path": OfEachMachine(model)}})
     finally:
         session.close()
-    assert "! transformers" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "! transformers" in said and "HF_HOME differs: " in said and "; /other on machine " in said
     causes = {finding.code: finding.cause for finding in rejected.value.findings}
     assert sorted(causes) == ["cluster.network", "cluster.paths", "cluster.versions"]
     assert "4.1 on machine " in causes["cluster.versions"]
     assert causes["cluster.paths"].startswith(f"model.path={model} has different contents: ")
-    assert "no all-reduce with machine 0 (" in causes["cluster.network"]
+    assert "no all-reduce with machine " in causes["cluster.network"]
     assert "Unable to find address for: none0" in causes["cluster.network"]
