@@ -54,7 +54,7 @@ from hybridrl.doctor.facts import (
     script_of,
 )
 from hybridrl.doctor.joining import check_hosts, check_room, missing_hosts, read_hosts, wait_until
-from hybridrl.doctor.links import LINK_SECONDS, Link, Pair, measure_link, odd_links, reach, report_links, rounds
+from hybridrl.doctor.links import LINK_SECONDS, Link, Pair, measure_link, pairs_of, reach, report_links
 from hybridrl.runtime.environment import joins, worker_environment
 from hybridrl.runtime.guard import end_with_parent
 from hybridrl.tracking.console import info, warn
@@ -233,19 +233,16 @@ def _gather_facts(
     return facts
 
 
-def _try_network(group: Group, machines: Mapping[str, Facts], device: str, findings: Findings) -> dict[str, str]:
-    """Connect every machine to every other, and measure; then sum a number over pairs and over all. Returns each
-    machine's faults."""
-    names = [*machines]
-    places = _outcomes(group.start(Probe.listen), START_SECONDS)
+def _unreachable(group: Group, machines: Mapping[str, Facts]) -> dict[str, str]:
+    """Return for each machine those that it cannot connect to, or why none can connect to it; empty if all can."""
+    names, places = [*machines], _outcomes(group.start(Probe.listen), START_SECONDS)
     silent = {name: place for name, place in zip(names, places, strict=True) if isinstance(place, str)}
     if silent:
-        at = "cannot listen at its address in Ray, "
-        return dict.fromkeys(names, "") | {
-            name: f"{at}{machines[name][ADDRESS]}: {why}" for name, why in silent.items()
+        return {
+            name: f"cannot listen at its address in Ray: {silent.get(name, '')}" * (name in silent) for name in names
         }
     reached = group.broadcast(Probe.reach, places, timeout=START_SECONDS)
-    faults = {
+    return {
         name: ", ".join(
             f"cannot reach {other} at {reason}, there {machines[other][ADDRESS]}"
             for other, reason in zip(names, reasons, strict=True)
@@ -253,46 +250,38 @@ def _try_network(group: Group, machines: Mapping[str, Facts], device: str, findi
         )
         for name, reasons in zip(names, reached, strict=True)
     }
+
+
+def _try_network(group: Group, machines: Mapping[str, Facts], device: str, findings: Findings) -> dict[str, str]:
+    """Connect every machine to every other, then sum over pairs, which measures their links, and over all. Returns each
+    machine's faults."""
+    names, faults = [*machines], _unreachable(group, machines)
     if any(faults.values()):
         return faults
     links: dict[Pair, Link] = {}
-    for pairs in rounds(len(names)):
-        if failed := _measure(group, names, pairs, links):
-            return faults | failed
-    for pair in odd_links(links):  # again and alone, as other pairs may have shared its network
-        _measure(group, names, [pair], links)
+    for pair in pairs_of(len(names)):  # over gloo, as a failed NCCL ends its process
+        outcomes = _sum(group.only(pair), "cpu", PAIR_SECONDS)
+        ends = [names[machine] for machine in pair]
+        if any(isinstance(outcome, str) for outcome in outcomes):
+            reasons = "; ".join(
+                f"{end}: {why}" for end, why in zip(ends, outcomes, strict=True) if isinstance(why, str)
+            )
+            message = f"no all-reduce with {ends[0]} within {PAIR_SECONDS:g} s ({reasons})"
+            # At once, as torch numbers a process's groups, and after a failure the numbers of two machines differ.
+            return faults | {ends[1]: message}
+        links[pair] = outcomes[0]
     report_links(names, links, findings)
-    everyone = tuple(range(len(names)))
-    failures = zip(names, _sum(group, [everyone], device, COLLECTIVE_SECONDS)[everyone], strict=True)
-    return faults | {name: f"no all-reduce over all machines: {why}" for name, why in failures if isinstance(why, str)}
+    outcomes = zip(names, _sum(group, device, COLLECTIVE_SECONDS), strict=True)
+    return faults | {name: f"no all-reduce over all machines: {why}" for name, why in outcomes if isinstance(why, str)}
 
 
-def _measure(group: Group, names: Sequence[str], pairs: Sequence[Pair], links: dict[Pair, Link]) -> dict[str, str]:
-    """Add the links of pairs, the best of their measurements; return the faults of the pairs that have none. It is over
-    gloo, as a failed NCCL ends its process."""
-    faults = {}
-    for pair, outcomes in _sum(group, pairs, "cpu", PAIR_SECONDS).items():
-        members = zip(pair, outcomes, strict=True)
-        failed = [f"{names[machine]}: {why}" for machine, why in members if isinstance(why, str)]
-        if failed:
-            reasons = "; ".join(failed)
-            faults[names[pair[1]]] = f"no all-reduce with {names[pair[0]]} within {PAIR_SECONDS:g} s ({reasons})"
-        else:
-            links[pair] = outcomes[0].best(links.get(pair))
-    return faults
-
-
-def _sum(group: Group, teams: Sequence[tuple[int, ...]], device: str, seconds: float) -> dict[tuple[int, ...], list]:
-    """Sum over the machines of each team, all teams at the same time. Returns for each of a team's machines the link of
-    a pair, or as a text why it failed. After a failure torch numbers the groups of machines differently, so that no
-    other may follow."""
-    places = _outcomes(group.only([team[0] for team in teams]).start(Probe.listen), START_SECONDS)
-    started = {}
-    for team, place in zip(teams, places, strict=True):
-        address = place if isinstance(place, str) else f"{place[0]}:{place[1]}"
-        parts = [(rank, len(team), device, address, seconds) for rank in range(len(team))]
-        started[team] = group.only(team).start_each(Probe.all_reduce, parts)
-    return {team: _outcomes(calls, seconds + LINK_SECONDS) for team, calls in started.items()}
+def _sum(group: Group, device: str, seconds: float) -> list[Any]:
+    """Sum over the machines of a group. Returns for each the link of a pair, or as a text why it failed."""
+    place = _outcomes(group.only([0]).start(Probe.listen), seconds)[0]
+    if isinstance(place, str):
+        return [place] * len(group)
+    parts = [(rank, len(group), device, f"{place[0]}:{place[1]}", seconds) for rank in range(len(group))]
+    return _outcomes(group.start_each(Probe.all_reduce, parts), seconds + LINK_SECONDS)
 
 
 def _outcomes(refs: list, timeout: float) -> list[Any]:

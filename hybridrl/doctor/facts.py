@@ -94,7 +94,7 @@ def interfaces() -> dict[str, str]:
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     named = ((name, item) for name, items in psutil.net_if_addrs().items() if name in up for item in items)
     kinds = (socket.AF_INET, socket.AF_INET6)
-    return {item.address.partition("%")[0]: name for name, item in named if item.family in kinds}
+    return {item.address: name for name, item in named if item.family in kinds and "%" not in item.address}
 
 
 def on_interface(address: str) -> str:

@@ -118,46 +118,36 @@ def last_line(host: str, logs: Path | None) -> str:
 
 def check_room(config: PPOConfig, machines: Sequence[RayMachine], remarks: Sequence[str], findings: Findings) -> None:
     """Report machines and `remarks`, lacks of devices, memory and space, and the placement of a run's processes."""
-    device, pools = config.trainer.device, pools_of(config)
+    device, rollout = config.trainer.device, config.actor_rollout_ref.rollout
+    pools = {"trainer": (config.trainer.nnodes, config.trainer.n_gpus_per_node or 1)}
+    pools |= {"actor_rollout_ref.rollout": config.rollout_pool} if config.separate else {}
     room = [line for _, size in pools.values() for line in describe_room(machines, request_of(device, size))]
     findings.info("cluster.ray", "\n".join([f"{len(machines)} machine(s)", *room, *remarks]))
     for section, (count, size) in pools.items():
-        request = request_of(device, size)
-        lacks = [f"{machine.name} has {lack}" for machine in machines if (lack := _lack(machine, request))]
+        request, fix = request_of(device, size), f"{section}.nnodes or {section}.n_gpus_per_node"
+        lacking = [f"{machine.name} has {lack}" for machine in machines if (lack := _lack(machine, request))]
         for missing in missing_machines(machines, request, count):
-            fix = f"start Ray there with as much, or lower {section}.nnodes or {section}.n_gpus_per_node"
-            findings.error("cluster.room", "; ".join([missing, *lacks]), fix)
+            findings.error("cluster.room", "; ".join([missing, *lacking]), f"add a machine, or lower {fix}")
         needs = {"CPU": size, "memory": size * CPU_SLOT_BYTES} if device == "cpu" else {}
         for machine in machines:
             if machine.has(request) and (lack := _lack(machine, needs)):
-                cause = f"{machine.name} has {lack}, which {size} CPU device(s) take"
-                findings.warn("cluster.room", cause, f"lower {section}.n_gpus_per_node, or use a larger machine")
-    rollout = config.actor_rollout_ref.rollout
+                findings.warn("cluster.room", f"{machine.name} has {lack} for its CPU devices", f"lower {fix}")
     rows = config.data.train_batch_size * rollout.n * (rollout.max_model_len or 0) * TOKEN_BYTES
     for machine in machines:
-        if (store := machine.total.get("object_store_memory", rows)) < rows:
-            cause = (
-                f"{machine.name}: a step may have {rows / GIB:.1f} GiB of rows, and its object store {store / GIB:.1f}"
-            )
-            findings.warn("cluster.store", cause, f"ray start --object-store-memory={2 * rows}, with /dev/shm to match")
-    episodes = plugin("episodes").runs_episodes(rollout, ())
+        if lack := _lack(machine, {"object_store_memory": rows} if "object_store_memory" in machine.total else {}):
+            fix = f"ray start --object-store-memory={2 * rows}, where /dev/shm has room for it"
+            findings.warn("cluster.store", f"{machine.name} has {lack} for the rows of a step", fix)
     groups = expected_groups(machines, device, [size for count, size in pools.values() for _ in range(count)])
     if groups:
+        episodes = plugin("episodes").runs_episodes(rollout, ())
         findings.info("cluster.placement", describe(place_processes(groups, config, episodes=episodes)))
 
 
-def pools_of(config: PPOConfig) -> dict[str, tuple[int, int]]:
-    """Return machines, and devices on each, by the section of their keys."""
-    pools = {"trainer": (config.trainer.nnodes, config.trainer.n_gpus_per_node or 1)}
-    return pools | ({"actor_rollout_ref.rollout": config.rollout_pool} if config.separate else {})
-
-
 def _lack(machine: RayMachine, needs: Mapping[str, float]) -> str:
-    """Return what a machine has too little of, and how much is needed; empty if nothing."""
-    units = {"memory": (GIB, "GiB of memory")}
-    parts = []
-    for name, amount in needs.items():
-        if (total := machine.total.get(name, 0)) < amount:
-            unit, word = units.get(name, (1, f"{name}s"))
-            parts.append(f"{total / unit:.3g} of {amount / unit:.3g} {word}")
-    return " and ".join(parts)
+    """Return the resources of which a machine has too little, with the amounts; empty if there are none."""
+    names = [name for name, amount in needs.items() if machine.total.get(name, 0) < amount]
+    units = {name: (GIB, "GiB of ") if "memory" in name else (1, "") for name in names}
+    return " and ".join(
+        f"{machine.total.get(name, 0) / unit:.3g} of {needs[name] / unit:.3g} {word}{name}"
+        for name, (unit, word) in units.items()
+    )

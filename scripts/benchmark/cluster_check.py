@@ -20,7 +20,7 @@ from side_by_side import Arguments
 
 from hybridrl.core.cluster.session import existing_ray, read_machines
 from hybridrl.doctor.cluster import probe_machines
-from hybridrl.doctor.links import rounds
+from hybridrl.doctor.links import pairs_of
 
 FACED = 64  # machines
 
@@ -58,11 +58,6 @@ def _processor_seconds() -> float:
     return times.user + times.system
 
 
-def pairs(nodes: int) -> int:
-    """Return the number of pairs that are measured."""
-    return sum(map(len, rounds(nodes)))
-
-
 def main() -> None:
     parser = Arguments(__doc__, nodes=[2])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8], help="sizes of the clusters")
@@ -72,12 +67,12 @@ def main() -> None:
     costs = {nodes: measure(nodes) for nodes in sizes}
     for nodes, cost in costs.items():
         spent = f"{cost.wall:6.1f} s, driver {cost.driver:5.1f} s, all {cost.total:6.1f} s"
-        print(f"{nodes:3} machines, {pairs(nodes):3} pairs: {spent}")
+        print(f"{nodes:3} machines, {len(pairs_of(nodes)):3} pairs: {spent}")
     if len(sizes) >= 3:
-        known = np.array([[1, nodes, pairs(nodes)] for nodes in sizes], float)
+        known = np.array([[1, nodes, len(pairs_of(nodes))] for nodes in sizes], float)
         for name, seconds in zip(Cost._fields, zip(*costs.values(), strict=True), strict=True):
             base, machine, pair = np.linalg.lstsq(known, np.array(seconds), rcond=None)[0]
-            faced = base + FACED * machine + pairs(FACED) * pair
+            faced = base + FACED * machine + len(pairs_of(FACED)) * pair
             print(
                 f"{name}: {base:.2f} + {machine:.2f} per machine + {pair:.3f} per pair; {FACED} machines: {faced:.0f} s"
             )
