@@ -340,3 +340,4 @@ def _check_cluster(config: PPOConfig, hosts: Sequence[str], options: argparse.Na
         path = Path(config.trainer.default_local_dir).expanduser().absolute()
         directory = next(parent for parent in (path, *path.parents) if parent.is_dir())
         findings.add(*probe_machines(machines, config.trainer.device, directory, shared_paths(asdict(config))).items)
+        check_hosts([], read_nodes() if findings.errors else [], None, findings)  # a machine may have died meanwhile

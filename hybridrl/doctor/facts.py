@@ -114,9 +114,10 @@ def gloo_fault() -> str:
 
 
 def add_common_facts(machines: Mapping[str, Facts]) -> None:
-    """Add the facts that depend on the addresses of all machines. On a single address every connection is local."""
+    """Add the facts that depend on the addresses of all machines. With the same interfaces, they are one machine, whose
+    connections are local."""
     addresses = {facts[ADDRESS].partition(" ")[0] for facts in machines.values()}
-    local = len(addresses) == 1 or all(ip_address(address).is_loopback for address in addresses)
+    local = len({facts[INTERFACES] for facts in machines.values()}) == 1
     for facts in machines.values():
         proxy = next((f"{name}={facts[name]}" for name in ("http_proxy", "https_proxy") if facts[name]), "")
         covered = [address for address in sorted(addresses) if not bypassed(address, facts["no_proxy"])]

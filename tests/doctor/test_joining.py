@@ -1,6 +1,8 @@
 """Hosts that are expected, and the nodes of Ray that joined; what a run lacks on them. Without Ray."""
 
 import itertools
+import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.cluster.session import RayMachine, RayNode
 from hybridrl.doctor import joining
+from hybridrl.doctor.__main__ import main
 from hybridrl.doctor.joining import check_hosts, check_room, missing_hosts, read_hosts, wait_until
 from tests.doctor.conftest import config_in
 
@@ -107,6 +110,24 @@ def config(tmp_path: Path) -> PPOConfig:
     config = config_in(tmp_path)
     config.trainer.n_gpus_per_node = 2
     return config
+
+
+def test_hosts_are_named_with_their_logs_if_no_ray_responds(tmp_path: Path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    (tmp_path / "hosts").write_text("first\nsecond\n")
+    (tmp_path / "first.log").write_text("ray: command not found\n")
+    words = ["--wait", "0.1", "--hosts", f"{tmp_path}/hosts", "--logs", str(tmp_path), "--json", "trainer.device=cpu"]
+    assert main(["cluster", *words]) == 1
+    output = capsys.readouterr()
+    assert f"waiting up to 0 s for Ray at 127.0.0.1:{port}" in output.err
+    causes = [finding["cause"] for finding in json.loads(output.out)["findings"]]
+    assert causes[:2] == [
+        f"first has not joined Ray; {tmp_path}/first.log ends with: ray: command not found",
+        f"second has not joined Ray; there is nothing in {tmp_path}/second.log",
+    ]
+    assert causes[2].startswith(f"no Ray responds at 127.0.0.1:{port}") and len(causes) == 3
 
 
 def machine(name: str, **resources: float) -> RayMachine:
