@@ -7,6 +7,7 @@ from collections import Counter
 import psutil
 import pytest
 
+from hybridrl.runs.directory import RunDirectory
 from tests.core.cluster.machines import two_machines
 from tests.integration.test_resume import compared_metrics, kill_in_step
 from tests.integration.test_run import assert_gone, finish, metrics, start, wait_for_step
@@ -26,7 +27,11 @@ def test_with_a_threshold_of_zero_a_run_on_two_machines_is_the_one_on_shared_dev
     finish(start("main_ppo", overrides(tmp_path / "shared", steps | {"trainer.n_gpus_per_node": 1})))
     bound = {"trainer.v1.sampler.max_off_policy_threshold": 0}
     with two_machines(node_ip_address="127.0.0.2"):  # each device has the cores for itself, as the shared one has
-        finish(start("main_ppo", overrides(tmp_path / "separate", steps | SEPARATE | bound)))
+        output = finish(start("main_ppo", overrides(tmp_path / "separate", steps | SEPARATE | bound)))
+    placed = [row for row in RunDirectory(tmp_path / "separate").placement if row[1]]
+    assert [processes for _, _, processes in placed] == ["train-0", "rollout-0"]
+    assert len({machine.partition(" on ")[2] for machine, _, _ in placed}) == 2
+    assert all(f"{machine}; device 0: {processes}" in output for machine, _, processes in placed)
     expected, measured = compared_metrics(tmp_path / "shared"), compared_metrics(tmp_path / "separate")
     for step, values in expected.items():
         both = values.keys() & measured[step].keys()

@@ -47,15 +47,20 @@ class Machine:
         inside = ["unshare", "--mount", "--uts", "bash", "-c", ENTER, str(self.hosts), self.name, *words]
         return ["ip", "netns", "exec", self.space, *inside]
 
-    def start_ray(self, head: "Machine") -> None:
+    def start_ray(self, head: "Machine", prefix: Sequence[str] = (), seconds: float = 90, **variables: str) -> None:
+        """Start Ray by a command with this prefix and environment, and wait for it."""
         place = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={self.directory}/ray"]
         if self is not head:
             place = [f"--address={head.address}:6379"]
         options = ["--num-cpus=2", "--object-store-memory=100000000", "--disable-usage-stats", "--block"]
-        words = [str(BIN / "ray"), "start", *place, f"--node-ip-address={self.address}", *options]
+        words = [*prefix, str(BIN / "ray"), "start", *place, f"--node-ip-address={self.address}", *options]
         with (self.directory / f"{self.name}.log").open("w") as log:
-            started = subprocess.Popen(self.command(*words), env=environment(), stdout=log, stderr=log)
+            started = subprocess.Popen(self.command(*words), env=environment() | variables, stdout=log, stderr=log)
         self.processes.append(started)
+        deadline, written = time.monotonic() + seconds, Path(log.name)
+        while "Ray runtime started" not in written.read_text():
+            assert time.monotonic() < deadline and started.poll() is None, written.read_text()
+            time.sleep(0.2)
 
 
 def environment() -> dict[str, str]:
@@ -109,20 +114,12 @@ def _end(machine: Machine) -> None:
 
 
 @contextmanager
-def ray_machines(count: int, seconds: float = 90) -> Iterator[list[Machine]]:
+def ray_machines(count: int) -> Iterator[list[Machine]]:
     """Machines with a Ray over all of them; the first is its head."""
     with machines(count) as made:
         for machine in made:
             machine.start_ray(made[0])
-            _wait_for(machine, seconds)
         yield made
-
-
-def _wait_for(machine: Machine, seconds: float) -> None:
-    deadline, log = time.monotonic() + seconds, machine.directory / f"{machine.name}.log"
-    while "Ray runtime started" not in log.read_text():
-        assert time.monotonic() < deadline and machine.processes[-1].poll() is None, log.read_text()
-        time.sleep(0.2)
 
 
 def raylets(machine: Machine) -> Sequence[int]:

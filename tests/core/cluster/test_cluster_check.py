@@ -1,4 +1,9 @@
-"""`hybridrl doctor cluster` on three machines with addresses of their own: sound, then with a fault each."""
+"""`hybridrl doctor cluster` on machines with addresses of their own: sound, then with faults, each of which is named.
+
+Here: a name that others cannot reach, ports that are blocked (by a `create_connection` that fails), a slow machine,
+limits, a directory that is not shared, another environment, a Ray that was killed. In test_joined.py: other versions
+and files, no collective. As facts, in tests/doctor: GPUs, CPUs and memory, clocks.
+"""
 
 import json
 import os
@@ -11,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.cluster.machines import TOP
 from tests.core.cluster.namespaces import Machine, allowed, environment, ray_machines, raylets
+from tests.core.cluster.namespaces import machines as namespaces
 
 pytestmark = [pytest.mark.drill, pytest.mark.skipif(not allowed(), reason="no network namespaces here")]
 
@@ -38,6 +45,43 @@ def doctor(machines: list[Machine], directory: Path, *words: str) -> tuple[int, 
             assert finding["fix"]
             causes.setdefault(finding["code"], []).append(finding["cause"])
     return ended.returncode, causes, [finding["cause"] for finding in findings if finding["severity"] == "info"]
+
+
+BLOCKED = """
+import socket
+
+connect = socket.create_connection
+
+def create_connection(address, *rest, **options):
+    if address[1] > 20000:
+        raise OSError(113, "No route to host")
+    return connect(address, *rest, **options)
+
+socket.create_connection = create_connection
+"""
+LIMITED = 'ulimit -n 3000 && mount -t tmpfs -o size=200m x /dev/shm && mount -t tmpfs x "$0" && exec "$@"'
+
+
+def test_every_fault_of_a_machine_is_named():
+    """The first test: the machines of the others, which stay, have the same addresses."""
+    with namespaces(2) as (first, second):
+        shared, blocked = first.directory / "shared", first.directory / "blocked"
+        shared.mkdir()
+        blocked.mkdir()
+        (blocked / "sitecustomize.py").write_text(BLOCKED)
+        first.start_ray(first)
+        other = {"HF_HOME": "/elsewhere", "PYTHONPATH": f"{blocked}:{TOP}"}
+        second.start_ray(first, ["bash", "-c", LIMITED, str(shared)], **other)
+        status, causes, _ = doctor([first, second], shared)
+    assert status == 1
+    for code, words in {
+        "cluster.network": "cannot reach machine",
+        "cluster.directory": "a file that the driver wrote is not visible",
+        "cluster.limits": "open files",
+        "cluster.free": "/dev/shm",
+        "cluster.environment": "HF_HOME differs: ",
+    }.items():
+        assert any(words in cause and "node-2 (10.77.0.2)" in cause for cause in causes[code]), causes
 
 
 def test_a_sound_cluster_has_no_finding_and_its_placement_is_shown(machines, tmp_path):
