@@ -17,7 +17,7 @@ LINES = {
     "config": 5418,
     "core": 15281,
     "data": 2788,
-    "doctor": 5161,
+    "doctor": 5163,
     "environments": 182,
     "evaluation": 2305,
     "health": 1074,
@@ -29,7 +29,7 @@ LINES = {
     "tracking": 1996,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 61270
+TOTAL = 61272
 FILES = {"core": 76, "hybridrl": 287}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "serve")
