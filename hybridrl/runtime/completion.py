@@ -17,7 +17,7 @@ from hybridrl.config.json_schema import NAMES
 from hybridrl.config.load import key_meanings
 from hybridrl.config.values import tree, value_keys
 
-SCHEMAS = dict.fromkeys(("train", "eval", "sweep", "doctor", "explain"), PPOConfig)
+SCHEMAS = dict.fromkeys(("train", "eval", "sweep", "launch", "doctor", "explain"), PPOConfig)
 SCHEMAS |= dict.fromkeys(("sft", "rm"), SFTConfig)
 
 
