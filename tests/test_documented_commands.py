@@ -20,6 +20,7 @@ from hybridrl.config.values import holds, tree
 from hybridrl.doctor.__main__ import COMMANDS as OWN_COMMANDS
 from hybridrl.doctor.__main__ import FIRST_LEVEL, RUN
 from hybridrl.evaluation.config import VERL_NAMES
+from hybridrl.launch.__main__ import OPTIONS
 from hybridrl.serve import OWN
 
 TOP = Path(__file__).parent.parent
@@ -105,6 +106,10 @@ def command_faults(name: str, words: list[str]) -> list[str]:
         arguments = DOCTOR[own].arguments if own in DOCTOR else RUN
         options = " ".join(option for names, _ in arguments for option in names)
         return unknown_options(words, f"{options} --json --help") + unknown_keys(words)
+    if name == "launch":
+        end = words.index("--") if "--" in words else len(words)
+        options = " ".join(f"--{option}" for option in (*OPTIONS, "out", "submit", "scheduler-args"))
+        return unknown_options(words[:end], options) + configuration_faults(PPOConfig, words[end + 1 :])
     if name in ("train", "sft", "sweep"):
         return configuration_faults(SFTConfig if name == "sft" else PPOConfig, words)
     shared = text_of("hybridrl/runtime/cli") if name == "eval" else ""
@@ -204,6 +209,8 @@ def test_commands_are_found_in_blocks_and_sentences() -> None:
         ("hybridrl train algorithm.adv_estimator=grop", "algorithm.adv_estimator=grop"),
         ("hybridrl train trainer.save_freq=often", "trainer.save_freq=often"),
         ("hybridrl sft optim.lr=fast", "optim.lr=fast"),
+        ("hybridrl launch slurm --node 2 -- trainer.seed=0", "unknown option --node"),
+        ("hybridrl launch slurm --nodes 2 -- trainer.sed=0", "trainer.sed"),
         ("hybridrl train --confg-path recipes/quickstart", "unknown option --confg-path"),
         ("hybridrl train --config-path recipes/quickstart --config-name train trainer.sed=0", "trainer.sed"),
         ("hybridrl sweep actor_rollout_ref.actor.optim.rl=1,2", "actor_rollout_ref.actor.optim.rl"),
