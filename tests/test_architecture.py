@@ -238,6 +238,7 @@ def test_imports_stand_at_the_top() -> None:
         "hybridrl.compat.migrate",
         "hybridrl.doctor.why",
         "hybridrl.evaluation.statistics",
+        "hybridrl.launch.__main__",
         "hybridrl.main_eval",
         "hybridrl.main_ppo",
         "hybridrl.main_rm",

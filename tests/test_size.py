@@ -21,7 +21,7 @@ LINES = {
     "environments": 182,
     "evaluation": 2305,
     "health": 1074,
-    "launch": 277,
+    "launch": 279,
     "model_merger": 931,
     "report": 2550,
     "rewards": 3769,
@@ -30,7 +30,7 @@ LINES = {
     "tracking": 1996,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 61546
+TOTAL = 61548
 FILES = {"core": 76, "hybridrl": 289}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "launch", "serve")

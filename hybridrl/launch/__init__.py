@@ -1,4 +1,4 @@
-"""Files that start a run on several machines: a job of Slurm, a script for ssh, a RayJob of KubeRay, a task of SkyPilot.
+"""Files that start a run on several machines: a job of Slurm, a script for ssh, a RayJob of KubeRay, a SkyPilot task.
 The scheduler starts, requeues and recovers; the command in the file is the same each time, and resumes.
 
 Templates are next to this file, with `@@name` for values. Nothing here starts or contacts anything.

@@ -62,7 +62,8 @@ def check(options: argparse.Namespace) -> None:
             if not re.fullmatch(form, text):
                 findings.error("conflict", f"--{name} {text!r} has another form", f"--{name} {option['use']}")
     findings.close()
-    options.env = [text.split("=", 1) for text in options.env]
+    interfaces = {"GLOO_SOCKET_IFNAME": options.interface, "NCCL_SOCKET_IFNAME": options.interface}
+    options.env = [*(interfaces if options.interface else {}).items(), *(text.split("=", 1) for text in options.env)]
     if engine == "ssh":
         options.hosts = read_hosts(options.hosts)
         options.nodes = options.nodes or len(options.hosts)
@@ -78,7 +79,7 @@ def read_hosts(file: str) -> list[str]:
     try:
         lines = [line.partition("#")[0].strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
         hosts = [line for line in lines if line]
-        if not hosts or len({*hosts}) < len(hosts) or not all(re.fullmatch(r"\w[\w.@-]*", host) for host in hosts):
+        if not hosts or len({*hosts}) < len(hosts) or not all(re.fullmatch(r"\w[\w.-]*", host) for host in hosts):
             raise ValueError(f"{', '.join(hosts)}: one name or address per line is expected, each once")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--hosts {file}: {error}", fix=f"--hosts {OPTIONS['hosts']['use']}") from error
@@ -90,7 +91,7 @@ def resolve(options: argparse.Namespace, keys: argparse.Namespace) -> tuple[PPOC
     them."""
     nodes, gpus = options.nodes, int(options.gpus.rpartition(":")[2])
     added = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}" if gpus else "trainer.device=cpu"]
-    words = [*added, *keys.overrides]  # of two values for a key the last counts
+    words = [*added, *keys.overrides]  # the last value of a key counts
     resolved = resolve_config(PPOConfig, words, keys.config_name, keys.config_path, offline=True)
     config = resolved.accept(lambda text: print_text(f"warning: {text}", error=True))
     machines, devices = config.trainer.nnodes, config.trainer.n_gpus_per_node or 1
@@ -123,10 +124,12 @@ def address(host: str, interface: str = "", here: str = "") -> str:
         raise ConfigError(cause, fix=fix) from error
 
 
-def deliver(options: argparse.Namespace, text: str) -> int:
+def deliver(options: argparse.Namespace, text: str, logs: Path) -> int:
     """Print, write or submit the file; return the exit status. Raises ConfigError."""
     program, *words = SUBMIT[options.engine].split()
     try:
+        if options.engine == "slurm":
+            logs.mkdir(parents=True, exist_ok=True)  # or Slurm ends the job without a message
         if options.out:  # it may hold secrets
             with open(os.open(options.out, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
@@ -141,8 +144,8 @@ def deliver(options: argparse.Namespace, text: str) -> int:
                 further = options.further if options.engine != "slurm" else []
                 return subprocess.run([program, *words, *further, file.name]).returncode
     except OSError as error:
-        fix = f"name a new file; {program} runs where it is installed, on a file of --out"
-        raise ConfigError(f"{options.out or program}: {error.strerror}", fix=fix) from error
+        fix = f"name a new file with --out, where it can be written; {program} takes it where it is installed"
+        raise ConfigError(str(error), fix=fix) from error
     return 0
 
 
@@ -157,9 +160,8 @@ def launch(words: list[str]) -> int:
     if not scripted and not any(directory.is_relative_to(mount.rpartition(":")[2]) for mount in options.mounts):
         fix = "name a directory below /PLACE of --mounts FROM:/PLACE"
         raise ConfigError(f"trainer.default_local_dir={directory} would be lost with its machine", fix=fix)
-    if options.engine == "slurm":
-        (directory / "launch").mkdir(parents=True, exist_ok=True)  # or Slurm ends the job without a message
-    return deliver(options, render(options, [*added, *run], directory, config.trainer.experiment_name))
+    text = render(options, [*added, *run], directory, config.trainer.experiment_name)
+    return deliver(options, text, directory / "launch")
 
 
 def main(argv: list[str] | None = None) -> int:

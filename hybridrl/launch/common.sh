@@ -6,7 +6,7 @@ prepare() {
     eval @@before
 }
 
-# node HEAD PORT SECONDS INTERFACE RANK: the Ray of this host, until a signal ends it. A host that is ready before the
+# node HEAD PORT SECONDS INTERFACE RANK NAME: the Ray of this host, until a signal ends it. A host that is ready before the
 # head repeats its attempt for that time. Files and ports are those of this Ray only: another one of the user stays.
 node() {
     ended= ray= temporary= address=$1
@@ -17,10 +17,10 @@ node() {
     ulimit -Sn 65536 2>/dev/null || ulimit -Sn "$(ulimit -Hn)"
     export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0
     let deadline=SECONDS+$3 rank=$5
-    if [ "$rank" = 0 ]; then set -- --head --port="$2"; else set -- --address="$1:$2"; fi
+    if [ "$rank" = 0 ]; then set -- --head --port="$2" --node-name="$6"; else set -- --address="$1:$2" --node-name="$6"; fi
     while [ -z "$ended" ]; do
-        ray start "$@" --node-ip-address="$address" --temp-dir="$temporary" --dashboard-agent-listen-port=0 \
-            --min-worker-port=0 --max-worker-port=0 --disable-usage-stats --block &
+        ray start "$@" --node-ip-address="$address" --temp-dir="$temporary" --block \
+            --dashboard-agent-listen-port=0 --min-worker-port=0 --max-worker-port=0 --disable-usage-stats &
         ray=$!
         wait "$ray"
         [ "$rank" != 0 ] && [ "$SECONDS" -lt "$deadline" ] || break

@@ -21,7 +21,8 @@ head=$(inside hybridrl launch address "${names[1]:-${names[0]}}" @@interface)
 
 srun --ntasks-per-node=1 --wait=0 --kill-on-bad-exit=0 --cpu-bind=none \
     --open-mode=truncate --output=@@log_pattern/%N.log @@container \
-    bash -c "$functions; prepare \"\$0\" && node \"\$@\" \"\$SLURM_NODEID\"" "$token" "$head" @@port @@wait @@interface &
+    bash -c "$functions; prepare \"\$0\" && node \"\$@\" \"\$SLURM_NODEID\" \"\$SLURMD_NODENAME\"" \
+    "$token" "$head" @@port @@wait @@interface &
 export RAY_ADDRESS=$head:@@port
 run hybridrl doctor cluster --wait @@wait --hosts "$hosts" --logs "$logs" "$@" || exit
 

@@ -47,7 +47,7 @@ rank=0
 for name in "${names[@]}"; do
     {
         echo "$functions"
-        echo "{ prepare ${token@Q} && node $head @@port @@wait @@interface $rank & node=\$!"
+        echo "{ prepare ${token@Q} && node $head @@port @@wait @@interface $rank $name & node=\$!"
         echo 'cat >/dev/null; kill -TERM "$node"; wait "$node"; exit; }'
         exec tail --pid=$$ -f /dev/null
     } | if [ "$rank" = 0 ]; then exec bash -s; else exec ssh @@options "$name" bash -s; fi >"$logs/$name.log" 2>&1 &

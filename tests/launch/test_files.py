@@ -13,7 +13,9 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.launch.conftest import COMMANDS, PLACE, RUN, SHARED, Rendered
+from hybridrl.config.compose import as_override
+from tests.launch.conftest import Rendered
+from tests.launch.hosts import PLACE, POOLS, RUN
 
 ENGINES = ("slurm", "ssh", "kuberay", "skypilot")
 NEEDED = {
@@ -22,6 +24,17 @@ NEEDED = {
     "kuberay": ["--nodes", "3", "--gpus", "8", "--container", "image", "--mounts", "claim:/shared"],
     "skypilot": ["--nodes", "3", "--gpus", "H100:8", "--mounts", "s3://bucket:/shared"],
 }
+# Options and keys of a run, by what is special about it.
+COMMANDS: dict[str, tuple[list[str], list[str]]] = {
+    "plain": ([], []),
+    "spaces": ([], ["+mine.text=" + as_override("two  words ")]),
+    "quotes": ([], ["+mine.text=" + as_override('it\'s "quoted" `as` \\ $HOME $(id) $$ !x')]),
+    "references": ([], ["+mine.text=${trainer.project_name}"]),
+    "newlines": ([], ["+mine.text=" + as_override("a\n#SBATCH --exclusive\r\n\t\x85\u2028é")]),
+    "container": (["--container", "registry/image:1.0", "--mounts", "/a:/b"], []),
+    "venv": (["--before", "source '.venv/bin/activate'\nulimit -c 0", "--env", "MINE=a 'b'\n$c $(d) $$"], []),
+    "pools": ([], POOLS),
+}
 CASES = [(engine, command) for engine in ENGINES for command in COMMANDS if (engine, command) != ("ssh", "container")]
 
 
@@ -29,7 +42,11 @@ CASES = [(engine, command) for engine in ENGINES for command in COMMANDS if (eng
 def files(rendered: Rendered) -> Any:
     def write(engine: str, command: str) -> tuple[Path, list[str]]:
         options, words = COMMANDS[command]
-        words = [*RUN, *(SHARED if engine in ("kuberay", "skypilot") else []), *words]
+        words = [
+            *RUN,
+            *(["trainer.default_local_dir=/shared/run"] if engine in ("kuberay", "skypilot") else []),
+            *words,
+        ]
         return rendered(engine, [*NEEDED[engine], *options], words), words
 
     return write

@@ -11,7 +11,7 @@ import yaml
 
 from hybridrl.launch import quoted
 from hybridrl.launch.__main__ import address, main
-from tests.launch.conftest import POOLS, RUN
+from tests.launch.hosts import POOLS, RUN
 
 SLURM, SSH = ["slurm", "--nodes", "2", "--gpus", "8"], ["ssh", "--hosts", "hosts", "--gpus", "8"]
 KUBERAY = ["kuberay", "--nodes", "2", "--gpus", "8", "--container", "image", "--mounts", "claim:/shared"]
@@ -52,7 +52,7 @@ def test_a_contradiction_is_rejected_with_its_fix(words, message, capsys):
     assert message in printed.err and printed.out == ""
 
 
-@pytest.mark.parametrize("text", ["", "a\nb\n", "a a", "a\na", "-oProxyCommand=x", "a b"])
+@pytest.mark.parametrize("text", ["", "a\nb\n", "a a", "a\na", "-oProxyCommand=x", "me@a", "a b"])
 def test_a_file_of_hosts_has_a_name_per_line_each_once(text, capsys):
     Path("hosts").write_text(text)
     assert main([*SSH, "--", *RUN]) == (0 if text == "a\nb\n" else 2)
@@ -64,6 +64,8 @@ def test_options_of_the_scheduler_are_passed_on_as_they_are(capsys):
     assert "#SBATCH --mem=0 --gpus-per-node=8 --time=4:00:00 --qos 'a b'\n" in capsys.readouterr().out
     assert main([*SSH, "--user", "me", "--scheduler-args", "-p", "2222", "--", *RUN]) == 0
     assert "-lme -p 2222 " in capsys.readouterr().out
+    assert main([*SSH, "--interface", "nic", "--", *RUN]) == 0
+    assert "export GLOO_SOCKET_IFNAME=nic\n    export NCCL_SOCKET_IFNAME=nic\n" in capsys.readouterr().out
 
 
 def test_a_file_is_for_its_owner_and_none_is_overwritten(capsys):
@@ -71,7 +73,7 @@ def test_a_file_is_for_its_owner_and_none_is_overwritten(capsys):
     assert stat.S_IMODE(os.stat("file").st_mode) == 0o600 and capsys.readouterr().out == ""
     before = Path("file").read_text()
     assert main([*SSH, "--out", "file", "--", *RUN]) == 2
-    assert "file: File exists; name a new file" in capsys.readouterr().err and Path("file").read_text() == before
+    assert "File exists: 'file'; name a new file" in capsys.readouterr().err and Path("file").read_text() == before
 
 
 @pytest.mark.parametrize("engine", ["slurm", "ssh", "kuberay", "skypilot"])
@@ -99,7 +101,7 @@ def test_a_submitted_file_gets_to_the_scheduler_whose_status_is_returned(engine,
 def test_without_the_program_of_the_scheduler_the_file_can_be_written(monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert main([*SLURM, "--submit", "--", *RUN]) == 2
-    assert "sbatch: No such file or directory; name a new file; sbatch runs where it is" in capsys.readouterr().err
+    assert "No such file or directory: 'sbatch'; name a new file with --out" in capsys.readouterr().err
 
 
 def test_the_directory_of_logs_exists_before_slurm_opens_the_first(capsys):
