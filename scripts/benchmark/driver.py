@@ -1,7 +1,7 @@
 """Processor time and memory of the driver per response: `python scripts/benchmark/driver.py [--responses N ...]`
 
 Stand-in servers return all responses of a step at once. The built-in grader scores them in its processes, they become a
-batch, and are written as samples. Counted are the driver's process with all its threads, and none other. The responses
+batch, and are spooled and written as samples. Only the driver's process counts, with all its threads. The responses
 exist before; the peak of memory is above what they hold, next to the size of the batch with the fields of a GRPO step.
 With `--profile` the functions of the driver's main thread are listed instead, by their own time.
 """
@@ -32,6 +32,7 @@ from hybridrl.core.rollout import Completion, RolloutClient, Sampling
 from hybridrl.data.order import PromptOrder
 from hybridrl.data.prompts import Prompt
 from hybridrl.doctor.reward import reward_config
+from hybridrl.required import required
 from hybridrl.rewards.actors import open_scorer_pool
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.score import FaultGuard
@@ -90,7 +91,7 @@ def responses_of(count: int) -> list[Completion]:
     return [Completion(row.copy(), probs.copy(), False, 0) for row, probs in zip(ids, log_probs, strict=True)]
 
 
-def experience_of(count: int, scorers: ScorerPool) -> SynchronousExperience:
+def experience_of(count: int, scorers: ScorerPool, spool: Path) -> SynchronousExperience:
     server, ids = StandIn(responses_of(count)), [*range(PROMPT)]
     client = RolloutClient([server], lambda index: server, capacity=10**6, timeout=600.0, retries=2)
     chat = [{"role": "user", "content": "What is 767+488? " * 12}]
@@ -101,7 +102,7 @@ def experience_of(count: int, scorers: ScorerPool) -> SynchronousExperience:
         EpisodeRunner(client, scorers, 0),
         FaultGuard("exclude", 1.0, 99),
         SamplingPlan(count // SAMPLES, SAMPLES, Sampling(TOKENS, (0,))),
-        ResponseStore(),
+        ResponseStore(spool),
     )
 
 
@@ -137,7 +138,7 @@ def step(experience: SynchronousExperience, log: SampleLog | None, number: int) 
     assert not collected.metrics["reward/faults"] and 0 < collected.metrics["reward/acc/mean"] < 1, collected.metrics
     measured.seconds = time.perf_counter() - began
     batch, _ = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True)).advantages(collected.batch)
-    batch.old_log_probs = batch.rollout_log_probs
+    batch.old_log_probs = required(batch.rollout_log_probs).clone()
     start, began = clock(), time.perf_counter()
     if log is not None:
         log.training_samples(number, collected.samples, batch)
@@ -170,8 +171,8 @@ def measure(count: int, logs: bool, rounds: int, profiled: bool = False) -> list
         log = (
             SampleLog(None, training_dir=place, validation_dir=None, replay_dir=Path(place), shown=0) if logs else None
         )
-        step(experience_of(64, pool), log, 1)
-        experience, profile = experience_of(count, pool), cProfile.Profile()
+        step(experience_of(64, pool, Path(place, "spool")), log, 1)
+        experience, profile = experience_of(count, pool, Path(place, "spool")), cProfile.Profile()
         gc.collect()
         gc.freeze()  # as before the first step of a run
         if profiled:
