@@ -8,7 +8,7 @@ faults are those of `process.py`; a run's processes are in the actors of `actors
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,20 +41,30 @@ class Scorer(Protocol):
         """Release the connection; from the thread that called the other methods."""
 
 
-@dataclass
+OnScore = Callable[[int, Score | Exception], object]  # called with the index of a request
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of `ScorerPool.score`."""
+
+    scored: OnScore
+
+
+@dataclass(slots=True)
 class _Job:
     request: ScoringRequest
-    future: Future[Score]
+    index: int  # in its call
+    call: _Call
     tries_left: int
-    submitted: object  # the same for all requests of a `submit`
 
 
 class ScorerPool:
     """Scores requests with `scorers`, by default `config.num_workers` processes of this machine; 0: in the caller.
 
     Opening it waits until every scorer has loaded the reward, unless `wait` is false. `data_sources` are those of the
-    rows; `log_path`, or the output, gets what a reward prints. One call has all requests of a
-    `submit` if `per` is "step" or "group".
+    rows; `log_path`, or the output, gets what a reward prints. One call of a scorer has all requests of a
+    `score` if `per` is "step" or "group".
     """
 
     def __init__(
@@ -97,24 +107,36 @@ class ScorerPool:
         """Whether the reward reads the token ids of the responses."""
         return any(self._loaded)
 
-    def submit(self, requests: list[ScoringRequest]) -> list[Future[Score]]:
-        """Return one future per request, from any thread; it resolves to a Score and cannot be cancelled.
+    def score(self, requests: Sequence[ScoringRequest], scored: OnScore) -> None:
+        """Score requests, from any thread. `scored` is called once for each, in any thread, as soon as its Score is
+        known, and must not raise. It gets an error instead if a scorer itself failed.
 
         Raises if nothing can be scored any more: after `close`; when the replacement of a lost process could not load
-        the reward; when a scorer itself failed (the futures of its requests raise this as well).
+        the reward; when a scorer itself failed.
         """
-        submitted = object()
-        jobs = [_Job(request, Future(), self._retries, submitted) for request in requests]
+        call = _Call(scored)
         with self._changed:
             if self._end is not None:
                 raise self._end
-            for job in jobs:
-                job.future.set_running_or_notify_cancel()
-            self._waiting.extend(jobs)
+            self._waiting.extend(_Job(request, index, call, self._retries) for index, request in enumerate(requests))
             self._changed.notify_all()
         while self._inline and self._waiting:
             self._score(self._scorers[0], self._take(len(self._waiting)))
-        return [job.future for job in jobs]
+
+    def submit(self, requests: Sequence[ScoringRequest]) -> list[Future[Score]]:
+        """Return one future per request, which cannot be cancelled; see `score`."""
+        futures: list[Future[Score]] = [Future() for _ in requests]
+        for future in futures:
+            future.set_running_or_notify_cancel()
+
+        def resolve(index: int, score: Score | Exception) -> None:
+            if isinstance(score, Exception):
+                futures[index].set_exception(score)
+            else:
+                futures[index].set_result(score)
+
+        self.score(requests, resolve)
+        return futures
 
     def close(self) -> None:
         """Stop the scorers; requests not scored yet resolve to the fault "died"."""
@@ -155,7 +177,7 @@ class ScorerPool:
     def _take(self, count: int) -> deque[_Job]:
         """Take a number of waiting jobs; or all of them, or those of one group, if they are scored in one call."""
         if self.per == "group" and self._waiting:
-            count = sum(job.submitted is self._waiting[0].submitted for job in self._waiting)
+            count = sum(job.call is self._waiting[0].call for job in self._waiting)
         elif self.per == "step":
             count = len(self._waiting)
         return deque(self._waiting.popleft() for _ in range(count))
@@ -172,7 +194,7 @@ class ScorerPool:
             job = jobs.popleft()
             again = self.per != "group" and score.fault is not None and job.tries_left
             if not (again and self._put_back([job])):
-                job.future.set_result(score)
+                job.call.scored(job.index, score)
 
     def _put_back(self, jobs: Iterable[_Job]) -> bool:
         """Let these jobs wait for another try; return whether the pool is open."""
@@ -194,7 +216,5 @@ class ScorerPool:
         for scorer in self._scorers:
             scorer.stop()
         for job in unscored:
-            if raises:
-                job.future.set_exception(reason)
-            else:
-                job.future.set_result(Score(None, fault="died", detail=f"not scored: {reason}"))
+            died = Score(None, fault="died", detail=f"not scored: {reason}")
+            job.call.scored(job.index, reason if raises else died)

@@ -317,10 +317,10 @@ class Decoding:
     def __init__(self, scorers: ScorerPool, tokenizer) -> None:
         self.scorers, self.tokenizer = scorers, tokenizer
 
-    def submit(self, requests):
+    def score(self, requests, scored):
         for request in requests:
             request.solution = self.tokenizer.decode(request.response_ids, skip_special_tokens=True)
-        return self.scorers.submit(requests)
+        self.scorers.score(requests, scored)
 
 
 def batch_of(found: list[Episode]) -> Batch:

@@ -269,7 +269,8 @@ class Ended:
     async def finished(self):
         yield [(index, trajectory, None) for index, trajectory in enumerate(self.trajectories)]
 
-    def scoring_started(self, *_: object) -> None: ...
+    def scoring_started(self, *_: object):
+        return lambda index, score: None
 
     def source(self, *_: object, **__: object) -> "Ended":
         return self

@@ -4,7 +4,6 @@ verl's names, and transcripts for the files of samples."""
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +16,21 @@ from hybridrl.agents.environments.load import EpisodeRow, runs_function
 from hybridrl.agents.environments.pool import EpisodeDispatch, EpisodeWorkers
 from hybridrl.agents.environments.worker import EpisodeSettings, EpisodeSpec
 from hybridrl.core.experience.responses import ResponseStore
-from hybridrl.core.experience.trajectory import STOPS, Episode, EpisodeRequest, Finished, Sampler, Source, Trajectory
+from hybridrl.core.experience.trajectory import (
+    STOPS,
+    Episode,
+    EpisodeRequest,
+    Finished,
+    OnScore,
+    Sampler,
+    Source,
+    Trajectory,
+)
 from hybridrl.core.pictures import Picture, PictureStore
 from hybridrl.core.rollout import Completion, Request
 from hybridrl.data.pictures import Encoded
 from hybridrl.data.prompts import Prompt
 from hybridrl.data.tokenizer import as_chat
-from hybridrl.rewards.score import Score
 
 
 def conversation_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -180,7 +187,8 @@ class SampledTurns:
             async for arrived in dispatch.run(self.specs, self._sample):
                 yield [(index, trajectory, None) for index, trajectory in arrived]
 
-    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None: ...
+    def scoring_started(self, episodes: Sequence[tuple[int, Trajectory]]) -> OnScore:
+        return lambda index, score: None  # turns are stored as they are sampled
 
     def _sample(self, request: Request) -> asyncio.Future[Completion]:
         stored = self.store.find(request)

@@ -9,10 +9,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from threading import get_ident
 from typing import Any, Generic, TypeVar
+
+COALESCE_SECONDS = 0.002  # a value from another thread waits so long for others: waking a loop costs more than a value
 
 
 class ActorLost(RuntimeError):
@@ -34,6 +37,7 @@ class ActorJob:
 
 
 J = TypeVar("J", bound=ActorJob)
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -183,6 +187,32 @@ class Dispatcher(ABC, Generic[J, L]):
             yield
         except Exception as error:
             self.fail(error)
+
+
+class Arrivals(Generic[T]):
+    """Values for one event loop, from any thread, in lists: those that arrive together come in one."""
+
+    def __init__(self) -> None:
+        self._loop, self._due, self._arrived = asyncio.get_running_loop(), asyncio.Event(), deque[T]()
+        self._thread, self._woken = get_ident(), False
+
+    def put(self, value: T) -> None:
+        self._arrived.append(value)
+        if self._woken:
+            return
+        self._woken = True
+        if get_ident() == self._thread:
+            self._due.set()
+            return
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._loop.call_later, COALESCE_SECONDS, self._due.set)
+
+    async def take(self) -> list[T]:
+        """Wait for values, and return all that have arrived; rarely none."""
+        await self._due.wait()
+        self._due.clear()
+        self._woken = False  # before they are taken: a value that arrives meanwhile wakes the loop again
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
 
 async def in_lists(futures: Iterable[asyncio.Future]) -> AsyncIterator[list[tuple[int, asyncio.Future]]]:

@@ -9,20 +9,21 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, cast
 
 from hybridrl.core.carried import Encoded, declared
-from hybridrl.core.cluster.dispatch import in_lists
-from hybridrl.core.experience.responses import ResponseStore
+from hybridrl.core.cluster.dispatch import Arrivals, in_lists
+from hybridrl.core.experience.responses import ResponseStore, StoredResponse
 from hybridrl.core.experience.trajectory import (
     ConversationSource,
     Episode,
     EpisodeRequest,
     Finished,
+    OnScore,
     Sampler,
     Scorers,
     Source,
@@ -36,6 +37,7 @@ from hybridrl.rewards.score import WRITTEN_IDS, Score, ScoringRequest, Shaping
 from hybridrl.tracking.sink import Activity
 
 OnFinished = Callable[[Episode], None]  # called with each scored episode
+Scored = tuple[int, Trajectory, Score | Exception]  # index of the episode, the episode, and its score
 
 
 @dataclass
@@ -59,12 +61,15 @@ class SingleResponses:
             outcomes = [(missing[place], future.exception() or future.result()) for place, future in arrived]
             yield [(index, _single(self.requests[index], outcome), None) for index, outcome in outcomes]
 
-    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
-        (turn,) = trajectory.turns
-        sampled = turn.sampled, turn.log_probs, trajectory.truncated, turn.versions
-        carried = {name: value for name, value in turn.carried.items() if declared(name).filled_by != "prompt"}
-        completion = Completion(*sampled, carried=carried)
-        self.store.add(self.requests[index], completion, score)
+    def scoring_started(self, episodes: Sequence[tuple[int, Trajectory]]) -> OnScore:
+        if self.store.carries:
+            for index, trajectory in episodes:
+                self.store.carry(self.requests[index], StoredResponse(_completion_of(trajectory)))
+        return partial(self._scored, episodes, self.store.spool_origin)
+
+    def _scored(self, episodes: Sequence[tuple[int, Trajectory]], origin: str, place: int, score: Score) -> None:
+        index, trajectory = episodes[place]
+        self.store.add_score(origin, self.requests[index], _completion_of(trajectory), score)
 
 
 @dataclass
@@ -83,8 +88,9 @@ class ReadableEpisodes:
             async for ended in self.source.finished():
                 yield [(self.readable[index], trajectory, score) for index, trajectory, score in ended]
 
-    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
-        self.source.scoring_started(self.readable.index(index), trajectory, score)
+    def scoring_started(self, episodes: Sequence[tuple[int, Trajectory]]) -> OnScore:
+        places = {index: place for place, index in enumerate(self.readable)}
+        return self.source.scoring_started([(places[index], trajectory) for index, trajectory in episodes])
 
 
 @dataclass
@@ -177,48 +183,60 @@ class EpisodeRunner:
     ) -> tuple[list[Episode], dict[str, float]]:
         """Score the episodes of a source as they end. Returns them in the order of their requests, and metrics."""
         began = generated = time.monotonic()
-        units = _Units(self.scorers.per, requests)
-        episodes: dict[int, Episode] = {}
+        units, arrivals = _Units(self.scorers.per, requests), Arrivals[Scored]()
         show = Activity.is_now if shown else lambda text: None
-
-        async def scored(index: int, trajectory: Trajectory, score: Score | Future[Score]) -> None:
-            score = await asyncio.wrap_future(score) if isinstance(score, Future) else score
-            episodes[index] = self._episode(requests[index], trajectory, score)
-            if finished:
-                finished(episodes[index])
-
         show(f"responses 0/{len(requests)}")
         try:
             async with asyncio.TaskGroup() as group:  # the first failure ends the sampling too
+                scoring = group.create_task(self._episodes(requests, arrivals, finished))
                 async for ended in source.finished():
                     whole = units.add(ended)
                     show(f"responses {units.ended}/{len(requests)}" if units.waiting else "reward")
-                    for index, trajectory, score in self._submit(source, requests, whole):
-                        group.create_task(scored(index, trajectory, score))
+                    self._submit(source, requests, whole, arrivals)
                 generated = time.monotonic()
                 show("reward")
         except BaseExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
         seconds = {"timing_s/gen": generated - began, "timing_s/reward": time.monotonic() - generated}
-        return [episodes[index] for index in sorted(episodes)], seconds
+        return scoring.result(), seconds
+
+    async def _episodes(
+        self, requests: Sequence[EpisodeRequest], arrivals: Arrivals[Scored], finished: OnFinished | None
+    ) -> list[Episode]:
+        """Return the episodes in the order of their requests, once each has its score."""
+        episodes, missing = [None] * len(requests), len(requests)
+        while missing:
+            for index, trajectory, score in await arrivals.take():
+                if isinstance(score, Exception):
+                    raise score
+                episodes[index] = episode = self._episode(requests[index], trajectory, score)
+                missing -= 1
+                if finished:
+                    finished(episode)
+        return cast("list[Episode]", episodes)
 
     def _submit(
-        self, source: Source, requests: Sequence[EpisodeRequest], ended: Sequence[Finished]
-    ) -> list[tuple[int, Trajectory, Score | Future[Score]]]:
-        """Submit unscored episodes for scoring; return all episodes, each with a score or a future."""
-        scores: dict[int, Score | Future[Score] | None] = {
-            index: score or self._known_score(trajectory) for index, trajectory, score in ended
-        }
-        unscored = [(index, trajectory) for index, trajectory, _ in ended if scores[index] is None]
+        self,
+        source: Source,
+        requests: Sequence[EpisodeRequest],
+        ended: Sequence[Finished],
+        arrivals: Arrivals[Scored],
+    ) -> None:
+        """Submit unscored episodes for scoring; all arrive with their scores."""
+        unscored: list[tuple[int, Trajectory]] = []
+        for index, trajectory, stored in ended:
+            score = stored or self._known_score(trajectory)
+            if score is None:
+                unscored.append((index, trajectory))
+            else:
+                arrivals.put((index, trajectory, score))
         by_prompt = self.scorers.per == "group"
         for _, unit in groupby(unscored, key=lambda pair: requests[pair[0]].number if by_prompt else 0):
             together = list(unit)
             to_score = [_scoring_request(requests[index].prompt, trajectory) for index, trajectory in together]
-            for (index, trajectory), future in zip(together, self.scorers.submit(to_score), strict=True):
-                source.scoring_started(index, trajectory, future)
-                scores[index] = future
-        return [(index, trajectory, required(scores[index])) for index, trajectory, _ in ended]
+            keep = source.scoring_started(together)
+            self.scorers.score(to_score, partial(_scored, together, keep, arrivals))
 
     def _known_score(self, trajectory: Trajectory) -> Score | None:
         """Return the score of an episode that needs no reward function; None if it needs one."""
@@ -273,6 +291,27 @@ class _Units:
                 whole += members if scored else [(index, trajectory, None) for index, trajectory, _ in members]
         self.ended += len(ended)
         return whole
+
+
+def _scored(
+    together: Sequence[tuple[int, Trajectory]],
+    keep: OnScore,
+    arrivals: Arrivals[Scored],
+    place: int,
+    score: Score | Exception,
+) -> None:
+    """Pass on the score of an episode, in any thread."""
+    if isinstance(score, Score):
+        keep(place, score)
+    arrivals.put((*together[place], score))
+
+
+def _completion_of(trajectory: Trajectory) -> Completion:
+    """Return the response of an episode of one turn, with the fields that the engine or a teacher filled."""
+    (turn,) = trajectory.turns
+    sampled = turn.sampled, turn.log_probs, trajectory.truncated, turn.versions
+    carried = {name: value for name, value in turn.carried.items() if declared(name).filled_by != "prompt"}
+    return Completion(*sampled, carried=carried)
 
 
 def _single(request: Request, completion: Completion | BaseException) -> Trajectory:

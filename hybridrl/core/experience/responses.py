@@ -19,7 +19,6 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -110,32 +109,35 @@ class ResponseStore:
 
     def find(self, request: Request) -> StoredResponse | None:
         """Return the stored response to a request, or None; an interrupted one only if its group outlives the step."""
-        spooled = self.spooled.get(self._key(request)) if self.spooled else None
+        spooled = self.spooled.get(self._key(self.origin, request)) if self.spooled else None
         if spooled is not None and len(spooled.completion.token_ids) <= request.sampling.max_tokens:
             self.used += 1
-            self._carry(request, spooled)  # it was finished after the checkpoint that the run resumed from
+            self.carry(request, spooled)  # it was finished after the checkpoint that the run resumed from
             return spooled
         carried = self.carried.get(request.key)
         return carried if carried is not None and carried.check == _check_of(request) else None
 
-    def add(self, request: Request, completion: Completion, score: Future[Score] | None = None) -> None:
-        """Keep a response. It is spooled to disk at once, or, if it is being scored, once it has its score. Faults of
-        the grader are not spooled."""
+    def add(self, request: Request, completion: Completion) -> None:
+        """Keep a response, and spool it to disk."""
         response = StoredResponse(completion)
-        key = self._key(request) if self.file else ""  # with these weights: the score may come in a later step
-        self._carry(request, response)
+        self.carry(request, response)
+        self._spool(self.spool_origin, request, response)
 
-        def scored(future: Future[Score]) -> None:
-            if future.exception() is None:
-                response.score = future.result()
-                self._spool(key, response)
+    def add_score(self, origin: str, request: Request, completion: Completion, score: Score) -> None:
+        """Keep the score of a response, and spool both; faults of the grader are not spooled. `origin`: that of the
+        store when the response was sampled, as the score may come in a later step."""
+        if (carried := self.carried.get(request.key)) is not None:
+            carried.score = score
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # a reward may return what JSON cannot hold
+            self._spool(origin, request, StoredResponse(completion, score))
 
-        if score is None:
-            self._spool(key, response)
-        else:
-            score.add_done_callback(scored)
+    @property
+    def spool_origin(self) -> str:
+        """Hash of what determines responses now, except their requests; empty if they are not spooled."""
+        return self.origin if self.file else ""
 
-    def _carry(self, request: Request, response: StoredResponse) -> None:
+    def carry(self, request: Request, response: StoredResponse) -> None:
+        """Keep a response in memory, if a run carries them."""
         if self.carries:
             response.check = _check_of(request)
             self.carried[request.key] = response
@@ -192,18 +194,18 @@ class ResponseStore:
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 
-    def _key(self, request: Request) -> str:
+    def _key(self, origin: str, request: Request) -> str:
         prompt = f"{list(request.prompt_ids)}{identity(request.carried).hex()}"
-        return _hash(f"{self.origin} {request.seed} {request.sampling} {prompt}")
+        return _hash(f"{origin} {request.seed} {request.sampling} {prompt}")
 
-    def _spool(self, key: str, response: StoredResponse) -> None:
-        """Append a response to the file; without a key there was none when it was sampled."""
-        if not key:
+    def _spool(self, origin: str, request: Request, response: StoredResponse) -> None:
+        """Append a response to the file; without an origin there was none when it was sampled."""
+        if not origin:
             return
         completion, score = response.completion, response.score
         described, data = _described(completion.carried)
         meta = {
-            "key": key,
+            "key": self._key(origin, request),
             "truncated": completion.truncated,
             "versions": np.asarray(completion.versions).tolist(),
             "carried": described,

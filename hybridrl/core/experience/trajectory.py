@@ -6,8 +6,8 @@ Token ids from the engine are never encoded again: training uses exactly the sam
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, Protocol
 
@@ -199,6 +199,7 @@ class EpisodeRequest:
 
 
 Finished = tuple[int, Trajectory, Score | None]  # index of the episode, the episode, and its score if known
+OnScore = Callable[[int, Score], object]  # called with the index of a response among those scored together
 
 
 class Source(Protocol):
@@ -207,8 +208,8 @@ class Source(Protocol):
     def finished(self) -> AsyncIterator[list[Finished]]:
         """Yield episodes as they end; episodes that end together come in one list."""
 
-    def scoring_started(self, index: int, trajectory: Trajectory, score: Future[Score]) -> None:
-        """Called when an episode is sent to the scorers."""
+    def scoring_started(self, episodes: Sequence[tuple[int, Trajectory]]) -> OnScore:
+        """Called when episodes are sent to the scorers; their scores are passed to the result, in any thread."""
 
 
 class ConversationSource(Protocol):
@@ -232,8 +233,9 @@ class Scorers(Protocol):
     @property
     def per(self) -> Literal["response", "group", "step"]: ...
 
-    def submit(self, requests: Sequence[ScoringRequest]) -> list[Future[Score]]:
-        """Submit responses for scoring; return the futures of their scores, in order."""
+    def score(self, requests: Sequence[ScoringRequest], scored: Callable[[int, Score | Exception], object]) -> None:
+        """Score responses. `scored` is called with the index and the score of each, in any thread, or with the error
+        because of which it has none."""
 
 
 class Sampler(Protocol):

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -130,7 +129,7 @@ def test_a_run_in_which_no_group_has_a_signal_ends():
 def test_an_error_ends_everything_that_is_in_flight():
     experience = build(Lengths())
     experience.guard = FaultGuard("exclude", 1.0, 99)
-    experience.runner.scorers.submit = lambda requests: 1 / 0
+    experience.runner.scorers.score = lambda requests, scored: 1 / 0
     with pytest.raises(ZeroDivisionError):
         experience.collect(1)
     assert not required(experience.thread).thread.is_alive()
@@ -170,9 +169,8 @@ def test_a_cluster_that_is_lost_while_responses_are_interrupted_is_what_a_step_r
 
 def test_a_step_in_which_nothing_could_be_scored_says_why():
     experience = build(Lengths(), bound=0)
-    scored: Future = Future()
-    scored.set_result(Score(None, fault="timeout", detail="no score within 60 s"))
-    experience.runner.scorers.submit = lambda requests: [scored for _ in requests]
+    fault = Score(None, fault="timeout", detail="no score within 60 s")
+    experience.runner.scorers.score = lambda requests, scored: [scored(at, fault) for at in range(len(requests))]
     with pytest.raises(NothingToLearnFrom, match="no score within 60 s"):
         experience.collect(1)
     experience.close()
@@ -186,10 +184,9 @@ def test_a_reward_model_scores_the_groups_of_a_step_and_the_others_keep_what_fun
         return [replace(one, score=Score(0.5 + one.position, {})) for one in episodes]
 
     experience.rate = rate
-    none: Future = Future()
-    none.set_result(Score(None, fault="none", detail="returned None"))
+    none = Score(None, fault="none", detail="returned None")
     experience.guard.on_error = "stop"
-    experience.runner.scorers.submit = lambda requests: [none for _ in requests]
+    experience.runner.scorers.score = lambda requests, scored: [scored(at, none) for at in range(len(requests))]
     for collected in collect(experience, 3):
         assert required(collected.batch.rewards).tolist() == [0.5 + at for at in collected.batch.position.tolist()]
     waiting = [one.score.fault for episodes in experience.complete.values() for one in episodes]
@@ -246,16 +243,16 @@ def test_a_kill_within_a_step_does_not_cost_what_was_finished_in_it(tmp_path, ov
     options = {"bound": 0, "overlaps": overlaps}
     killed, _ = spooling(tmp_path, lengths, **options)
     killed.collect(1)
-    checkpoint, submit = killed.state_dict(), killed.runner.scorers.submit
-    scored: list = []
+    checkpoint, score_all = killed.state_dict(), killed.runner.scorers.score
+    asked: list = []
 
-    def score(requests):
-        scored.extend(requests)
-        if len(scored) > count:
+    def score(requests, scored):
+        asked.extend(requests)
+        if len(asked) > count:
             raise Killed
-        return submit(requests)
+        score_all(requests, scored)
 
-    killed.runner.scorers.submit = score
+    killed.runner.scorers.score = score
     with pytest.raises(Killed):
         killed.collect(2)
     resumed, requested = spooling(tmp_path, lengths, **options)
@@ -355,7 +352,7 @@ def test_with_a_bound_of_zero_nothing_starts_while_a_step_trains():
 def test_what_fails_while_a_step_trains_is_raised_by_the_next_one():
     experience = build(Lengths({(1, 0): 8}), bound=1, batch=1, overlaps=True)
     experience.collect(1)
-    experience.runner.scorers.submit = lambda requests: 1 / 0
+    experience.runner.scorers.score = lambda requests, scored: 1 / 0
     train(experience, 10)
     with pytest.raises(ZeroDivisionError):
         experience.collect(2)

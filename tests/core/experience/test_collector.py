@@ -1,6 +1,5 @@
 import asyncio
 import logging
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -89,15 +88,14 @@ class Scorers:
     def __init__(self, table, greedy=None) -> None:
         self.table, self.greedy = table, greedy
 
-    def submit(self, requests):
-        return [self._score(int(request.response_ids[0]), int(request.response_ids[1])) for request in requests]
+    def score(self, requests, scored):
+        for index, request in enumerate(requests):
+            scored(index, self._score(int(request.response_ids[0]), int(request.response_ids[1])))
 
-    def _score(self, row: int, number: int) -> Future:
+    def _score(self, row: int, number: int) -> Score:
         score = self.greedy[row] if number == GREEDY else self.table[row][number]
-        future = Future()
         score = plain(float(score)) if isinstance(score, int | float) else score
-        future.set_result(replace(score, text=f"{row} {number}"))
-        return future
+        return replace(score, text=f"{row} {number}")
 
 
 def build(table, *, greedy=None, guard=None, overlong=None, shuffle=False, step=2, **settings) -> SynchronousExperience:
@@ -584,9 +582,9 @@ class RecordingScorers(Scorers):
         super().__init__(table)
         self.per, self.calls = per, []
 
-    def submit(self, requests):
+    def score(self, requests, scored):
         self.calls.append(requests)
-        return super().submit(requests)
+        super().score(requests, scored)
 
 
 CALLS = {

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -133,12 +132,10 @@ class Scorers:
     def __init__(self) -> None:
         self.asked = []
 
-    def submit(self, requests):
+    def score(self, requests, scored):
         self.asked += requests
-        futures = [Future() for _ in requests]
-        for future in futures:
-            future.set_result(Score(0.25, {"acc": 0.25}))
-        return futures
+        for index in range(len(requests)):
+            scored(index, Score(0.25, {"acc": 0.25}))
 
 
 class Source:
@@ -150,7 +147,8 @@ class Source:
     async def finished(self):
         yield [(index, trajectory, None) for index, trajectory in enumerate(self.trajectories)]
 
-    def scoring_started(self, index, trajectory, score): ...
+    def scoring_started(self, episodes):
+        return lambda index, score: None
 
 
 def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
@@ -163,11 +161,9 @@ def score(trajectory: Trajectory, **options: bool) -> tuple[Episode, Scorers]:
 class SlowScorers(Scorers):
     """A reward function whose scores come from another thread, after a while."""
 
-    def submit(self, requests):
-        futures = [Future() for _ in requests]
-        for future in futures:
-            threading.Timer(0.05, future.set_result, [Score(0.25)]).start()
-        return futures
+    def score(self, requests, scored):
+        for index in range(len(requests)):
+            threading.Timer(0.05, scored, [index, Score(0.25)]).start()
 
 
 class TwoBatches(Source):
