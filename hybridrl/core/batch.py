@@ -307,8 +307,11 @@ def pieces(lengths: np.ndarray, rows: np.ndarray) -> list[slice]:
 
 def pack(rows: Sequence[Sequence[float]] | Sequence[np.ndarray], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return rows as packed values and lengths [B]."""
-    flat = torch.from_numpy(np.concatenate(rows)) if rows else torch.empty(0)
-    return flat.to(dtype), torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    flat = torch.empty(int(lengths.sum()), dtype=dtype)
+    if rows:
+        np.concatenate(rows, out=flat.numpy(), casting="unsafe")
+    return flat, lengths
 
 
 def token_rows(rows: Sequence[Sequence[int]], response: slice = slice(1, None)) -> Batch:

@@ -299,7 +299,8 @@ class Shaping:
 
     def shaped(self, score: Score, length: int) -> Score:
         """Return the shaped score of a response of `length` tokens; a fault is unchanged."""
-        if score.value is None:
+        unchanged = self.scale == 1 and self.clip is None and self.overlong is None and score.token_rewards is None
+        if score.value is None or unchanged:
             return score
         value = scaled = self.scale * score.value
         rewards, extras = score.token_rewards, dict(score.extras)

@@ -140,7 +140,7 @@ def test_a_name_that_is_not_declared_is_an_error_which_lists_those_that_are(dist
         ValueError,
         match=r"no carried field is named 'doubts'; declared are .*routes, pictures, .*, doubt, mark, place",
     ):
-        unknown.rows()
+        _ = unknown.rows()[0].carried
     with pytest.raises(
         ConfigError, match=r"wrong: its attribute reads names 'doubts'.*routes, pictures, .*, doubt, mark"
     ):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl.core.experience.trajectory import Row
+from hybridrl.core.experience.trajectory import Row, Turn
 from hybridrl.runs.teachers import Teacher
 from tests.agents.endpoint.test_serve import wait_for
 from tests.integration.test_resume import victim
@@ -69,7 +69,8 @@ def test_a_served_model_gives_its_log_probs_of_a_row_and_its_most_probable_token
     model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
     ids = torch.randint(3, model.config.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
     log_q = model(ids[None]).logits[0, 9:-1].log_softmax(-1).detach()  # of the tokens after ten
-    row = Row(ids[:10].tolist(), ids[10:].numpy(), *[np.zeros(30)] * 4)
+    prompt = ids[:10].tolist()
+    row = Row(prompt, [Turn(prompt, ids[10:].numpy(), np.zeros(30), 0, "stop")])
     config = teacher_of(base_url=address, served_name="policy")
     own = torch.from_numpy(asyncio.run(Teacher("one", config, 0).values(row)))
     top = torch.from_numpy(asyncio.run(Teacher("one", config, 32).values(row)))

@@ -75,16 +75,19 @@ def to_batch(
     components = [[reward_component(score, name, COMPONENTS_KEY) for name in reward_keys] for score in scores]
 
     def packed(field: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return pack([vars(row)[field] for row in rows], dtype)
+        return pack([getattr(row, field) for row in rows], dtype)
 
     def per_row(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(counts, dim=0)
 
     truncated = per_row(torch.tensor([episode.truncated for episode in episodes]))
-    trained_on = ~truncated if mask_truncated else torch.ones_like(truncated)
     prompt_ids, prompt_lengths = packed("prompt_ids", torch.int32)
     response_ids, response_lengths = packed("response_ids", torch.int32)
-    sampled, _ = packed("mask", torch.bool)
+    sampled = trained_on = torch.ones(len(response_ids), dtype=torch.bool)
+    if any(len(row.turns) > 1 for row in rows):
+        sampled = trained_on = packed("mask", torch.bool)[0]
+    if mask_truncated:
+        trained_on = sampled & ~truncated.repeat_interleave(response_lengths)
     return Batch(
         prompt_lengths=prompt_lengths,
         response_lengths=response_lengths,
@@ -100,7 +103,7 @@ def to_batch(
         reward_parts=per_row(torch.tensor(components)) if reward_keys else None,
         greedy_rewards=None if greedy is None else per_row(torch.tensor(greedy).repeat_interleave(sizes)),
         truncated=truncated,
-        response_mask=sampled & trained_on.repeat_interleave(response_lengths),
+        response_mask=trained_on,
         token_rewards=_token_rewards(scores, rows_of),
         staleness=None if version is None else version - packed("versions", torch.int32)[0],
         carried=_carried(rows),

@@ -81,34 +81,52 @@ def continued_prompt(ids: list[int], turns: Sequence[Turn], observed: Encoded) -
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a batch. `mask` is true for the tokens that the policy sampled; other tokens have log-prob 0 and the
-    version of the turn before them. `rewards` has the reward of each turn on its last sampled token. `carried` has a
-    value for each element of an axis, as in a batch."""
+    """One row of a batch: turns with a growing context. Its response has all tokens after the first prompt, and is made
+    of the turns on demand. Tokens that the policy did not sample have log-prob 0 and the version of the turn before
+    them."""
 
     prompt_ids: Sequence[int]
-    response_ids: np.ndarray  # [T] int64
-    log_probs: np.ndarray  # [T] float32
-    mask: np.ndarray  # [T] bool
-    rewards: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] int64
-    carried: Fields = field(default_factory=dict)
+    turns: Sequence[Turn]
 
-    @staticmethod
-    def of(turns: Sequence[Turn]) -> "Row":
-        """Return turns with a growing context as one row: the first prompt, then all sampled and observed tokens."""
-        ids, log_probs, mask, rewards, versions = [], [], [], [], [turns[0].token_versions[:1]]
-        for number, turn in enumerate(turns):
-            observed = np.asarray(turn.observed if number else (), dtype=np.int64)
-            read, wrote = len(observed), len(turn.sampled)
-            ids += [observed, turn.sampled]
-            log_probs += [np.zeros(read, dtype=np.float32), turn.log_probs]
-            mask += [np.zeros(read, dtype=bool), np.ones(wrote, dtype=bool)]
-            versions += [np.repeat(versions[-1][-1:], read), turn.token_versions]
-            rewards.append(np.zeros(read + wrote, dtype=np.float32))
-            rewards[-1][-1] = turn.reward or 0.0
-        arrays = map(np.concatenate, (ids, log_probs, mask, rewards, versions[1:]))
-        read, wrote = [len(turn.observed) for turn in turns], [len(turn.sampled) for turn in turns]
-        return Row(turns[0].observed, *arrays, carried=joined([turn.carried for turn in turns], read, wrote))
+    @property
+    def response_ids(self) -> np.ndarray:  # [T] int64
+        return self._column(lambda turn: turn.sampled, lambda turn: np.asarray(turn.observed, dtype=np.int64))
+
+    @property
+    def log_probs(self) -> np.ndarray:  # [T] float32
+        return self._column(lambda turn: turn.log_probs, lambda turn: np.zeros(len(turn.observed), dtype=np.float32))
+
+    @property
+    def mask(self) -> np.ndarray:  # [T] bool: the tokens that the policy sampled
+        return self._column(
+            lambda turn: np.ones(len(turn.sampled), dtype=bool), lambda turn: np.zeros(len(turn.observed), dtype=bool)
+        )
+
+    @property
+    def rewards(self) -> np.ndarray:  # [T] float32: the reward of each turn on its last sampled token
+        rewards = [np.zeros(len(turn.observed) * (at > 0) + len(turn.sampled)) for at, turn in enumerate(self.turns)]
+        for of_turn, turn in zip(rewards, self.turns, strict=True):
+            of_turn[-1] = turn.reward or 0.0
+        return np.concatenate(rewards, dtype=np.float32)
+
+    @property
+    def versions(self) -> np.ndarray:  # [T] int64
+        versions = [self.turns[0].token_versions]
+        for turn in self.turns[1:]:
+            versions += [np.repeat(versions[-1][-1:], len(turn.observed)), turn.token_versions]
+        return np.concatenate(versions)
+
+    @cached_property
+    def carried(self) -> Fields:
+        """The fields of the row, with a value for each element of an axis, as in a batch."""
+        read, wrote = [len(turn.observed) for turn in self.turns], [len(turn.sampled) for turn in self.turns]
+        return joined([turn.carried for turn in self.turns], read, wrote)
+
+    def _column(self, sampled: Callable[[Turn], np.ndarray], observed: Callable[[Turn], np.ndarray]) -> np.ndarray:
+        first, *later = self.turns
+        if not later:
+            return sampled(first)
+        return np.concatenate([sampled(first), *(part(turn) for turn in later for part in (observed, sampled))])
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,8 @@ class Trajectory:
     def rows(self) -> list[Row]:
         """Return the rows: one as long as the context only grows, and a further one from each fresh turn on."""
         starts = [index for index, turn in enumerate(self.turns) if turn.fresh or not index]
-        return [Row.of(self.turns[start:end]) for start, end in pairwise([*starts, len(self.turns)])]
+        spans = pairwise([*starts, len(self.turns)])
+        return [Row(self.turns[start].observed, self.turns[start:end]) for start, end in spans]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from hybridrl.core.cluster.dispatch import ActorLost, Dispatcher, Lane
@@ -38,6 +39,7 @@ from hybridrl.tracking.console import warn
 logger = logging.getLogger(__name__)
 
 CHECK_SECONDS = 10.0
+NO_HANDLES: Mapping[int, Any] = MappingProxyType({})
 CHECKS = 9  # checks of a server's progress before its silence is reported
 
 
@@ -138,7 +140,7 @@ class RolloutClient(Dispatcher[PendingRequest, ServerLane]):
         paused = self._interrupted is loop
         if not paused and not self.available:
             raise ModeError("generate was called while the devices are in training mode; call to_rollout first")
-        handles = self.handles(digest for digest, _ in request.pictures)
+        handles = self.handles(digest for digest, _ in pictures) if (pictures := request.pictures) else NO_HANDLES
         job = PendingRequest(next(self.tickets), loop.create_future(), request, begun, handles)
         if paused:
             self._paused.append(job)

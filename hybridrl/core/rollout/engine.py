@@ -93,6 +93,8 @@ class Request:
     @property
     def pictures(self) -> list[tuple[int, int]]:
         """Digest and first token of each picture of the prompt."""
+        if PICTURE_DIGEST not in self.carried:
+            return []
         fields = (self.carried.get(name, np.empty(0)).tolist() for name in (PICTURE_DIGEST, PICTURE_START))
         return list(zip(*fields, strict=True))
 
