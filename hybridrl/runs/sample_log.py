@@ -33,6 +33,7 @@ EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are
 MOST_PIXELS = 1 << 28  # bytes that are retained with a batch
 PIXELS = "pixels"  # in a file of a batch, pixels/<digest>/<name of an array>
 TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # keys that every sample has itself
+SAMPLE_BITS = 20  # of a number that names an episode of a step: more than the samples of a prompt
 WEIGHT_DIGITS = 4  # decimals of importance weights: float32 log-probs of engine and trainer differ by 1e-5
 TOKEN_VALUES = {  # name in a record -> field of a batch
     "log_probs": "rollout_log_probs",
@@ -79,7 +80,7 @@ class SampleLog:
         """Write the samples of a step, with fields from `batch`: the trained rows."""
         self.last = batch, episodes
         if self.training_dir:
-            trained = trained_fields(batch, step - 1, self.with_tokens, self.decode)
+            trained = TrainedFields(batch, step - 1, self.with_tokens, self.decode)
             self._write(Path(self.training_dir), step, episodes, trained)
 
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None:
@@ -173,20 +174,53 @@ def delete_oldest(directory: Path, most: float) -> None:
 BatchFields = Mapping[EpisodeKey, dict[str, Any]]  # fields of an episode from a step's batch
 
 
-def trained_fields(batch: Batch, version: int, with_tokens: int, decode: DecodeAll) -> BatchFields:
-    """Return the fields of each episode of a batch: its advantage (the mean over its trained tokens), and per token the
-    weight version and the importance weight. `with_tokens` of the episodes, evenly from the least to the largest
-    advantage, also get the values of each response token. `version` is the weight version at the start of the step."""
-    rows = batch.by_episode()
-    advantages = rows.trained_mean(required(rows.advantages))
-    keys = [("", *place) for place in zip(rows.position.tolist(), rows.sample.tolist(), strict=True)]
-    fields = [{"trained": True, "advantage": _short(value)} for value in advantages.tolist()]
-    for of_row, audit, ids in zip(fields, _audits(rows, version), _contexts(rows), strict=True):
-        of_row |= audit | ({"teacher_reads": "".join(decode(ids))} if ids else {})
-    evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
-    for index in advantages.argsort(stable=True)[evenly].tolist():
-        fields[index]["tokens"] = _tokens(rows.select([index]), decode)
-    return dict(zip(keys, fields, strict=True))
+class TrainedFields(Mapping[EpisodeKey, dict[str, Any]]):
+    """The fields of each episode of a batch, made on demand: its advantage (the mean over its trained tokens), and per
+    token the weight version and the importance weight. `with_tokens` of the episodes, evenly from the least to the
+    largest advantage, also get the values of each response token. `version` is the weight version at the start of the
+    step."""
+
+    def __init__(self, batch: Batch, version: int, with_tokens: int, decode: DecodeAll) -> None:
+        self.rows, self.version, self.decode = (rows := batch.by_episode()), version, decode
+        self.ends, self.contexts = [0, *rows.response_lengths.cumsum(0).tolist()], _contexts(rows)
+        self.keys = rows.position.numpy() << SAMPLE_BITS | rows.sample.numpy()
+        self.sorted = self.keys.argsort()
+        advantages = rows.trained_mean(required(rows.advantages))
+        evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
+        self.with_tokens, self.advantages = {*advantages.argsort(stable=True)[evenly].tolist()}, advantages.tolist()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __iter__(self) -> Iterator[EpisodeKey]:
+        return (("", *place) for place in zip(self.rows.position.tolist(), self.rows.sample.tolist(), strict=True))
+
+    def __getitem__(self, key: EpisodeKey) -> dict[str, Any]:
+        stream, position, sample = key
+        number = position << SAMPLE_BITS | sample
+        place = int(self.keys.searchsorted(number, sorter=self.sorted))
+        if stream or place == len(self) or self.keys[row := int(self.sorted[place])] != number:
+            raise KeyError(key)
+        fields = {"trained": True, "advantage": _short(self.advantages[row]), **self._audit(row)}
+        if self.contexts[row]:
+            fields["teacher_reads"] = "".join(self.decode(self.contexts[row]))
+        if row in self.with_tokens:
+            fields["tokens"] = _tokens(self.rows.select([row]), self.decode)
+        return fields
+
+    def _audit(self, row: int) -> dict[str, Any]:
+        """Return the weight versions of a row's tokens, as pairs of a version and its number of consecutive tokens. If
+        the step has importance weights, also return that of each token: 0 if it was not trained on."""
+        rows, tokens = self.rows, slice(*self.ends[row : row + 2])
+        pairs = [[self.version, length := tokens.stop - tokens.start]]
+        if rows.staleness is not None:
+            versions = self.version - rows.staleness[tokens].numpy()
+            changes = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
+            pairs = np.stack([versions[changes], np.diff(changes, append=length)], axis=1).tolist()
+        if rows.importance_weights is None:
+            return {"versions": pairs}
+        weights = torch.where(required(rows.response_mask)[tokens], rows.importance_weights[tokens], 0.0)
+        return {"versions": pairs, "weights": weights.double().numpy().round(WEIGHT_DIGITS).tolist()}
 
 
 def _contexts(rows: Batch) -> list[list[int]]:
@@ -194,24 +228,6 @@ def _contexts(rows: Batch) -> list[list[int]]:
     if CONTEXT not in rows.carried:
         return [[]] * len(rows)
     return [ids.tolist() for ids in rows.carried[CONTEXT].split(rows.carried[CONTEXT_LENGTHS].tolist())]
-
-
-def _audits(rows: Batch, version: int) -> Iterator[dict[str, Any]]:
-    """Yield the weight versions of each row's tokens, as pairs of a version and its number of consecutive tokens. If
-    the step has importance weights, also yield that of each token: 0 if it was not trained on."""
-    weights = None
-    if rows.importance_weights is not None:
-        trained = torch.where(required(rows.response_mask), rows.importance_weights, 0.0)
-        weights = trained.double().numpy().round(WEIGHT_DIGITS)
-    begin = 0
-    for length in rows.response_lengths.tolist():
-        tokens = slice(begin, begin := begin + length)
-        pairs = [[version, length]]
-        if rows.staleness is not None:
-            versions = version - rows.staleness[tokens].numpy()
-            changes = np.flatnonzero(np.diff(versions, prepend=versions[0] - 1))
-            pairs = np.stack([versions[changes], np.diff(changes, append=length)], axis=1).tolist()
-        yield {"versions": pairs} | ({} if weights is None else {"weights": weights[tokens].tolist()})
 
 
 def _tokens(row: Batch, decode: DecodeAll) -> dict[str, list[Any]]:

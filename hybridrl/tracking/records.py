@@ -14,8 +14,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import yaml
 
@@ -82,19 +83,32 @@ def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write a file of episodes atomically, and replace an earlier file of its step; OSError leaves nothing behind. A
     large file is compressed, and its name ends in .gz."""
     temporary = path.with_name(f".{path.name}.writing")
-    data = "".join(_line(record) + "\n" for record in records).encode()
     compressed = path.with_name(f"{path.name}.gz")
-    final, other = (compressed, path) if len(data) >= COMPRESSED else (path, compressed)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            file.write(gzip.compress(data, LEVEL, mtime=0) if final is compressed else data)
+            large = _write_lines(file, (f"{_line(record)}\n".encode() for record in records))
+        final, other = (compressed, path) if large else (path, compressed)
         os.replace(temporary, final)
         other.unlink(missing_ok=True)
-    except OSError:
+    finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
+
+
+def _write_lines(file: BinaryIO, lines: Iterator[bytes]) -> bool:
+    """Write lines without having all of them in memory; return whether they are compressed, as many are."""
+    first = bytearray()
+    while len(first) < COMPRESSED:
+        if (line := next(lines, None)) is None:
+            file.write(first)
+            return False
+        first += line
+    packer = zlib.compressobj(LEVEL, wbits=zlib.MAX_WBITS + 16)  # a gzip file without a time
+    for part in chain([first], lines):
+        file.write(packer.compress(part))
+    file.write(packer.flush())
+    return True
 
 
 def picture_file(digest: int) -> str:

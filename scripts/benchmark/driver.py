@@ -169,7 +169,7 @@ def measure(count: int, logs: bool, rounds: int, profiled: bool = False) -> list
     ):
         pool.wait_until_loaded()
         log = (
-            SampleLog(None, training_dir=place, validation_dir=None, replay_dir=Path(place), shown=0) if logs else None
+            SampleLog(None, training_dir=place, validation_dir=None, replay_dir=Path(place), shown=0, with_tokens=4) if logs else None
         )
         step(experience_of(64, pool, Path(place, "spool")), log, 1)
         experience, profile = experience_of(count, pool, Path(place, "spool")), cProfile.Profile()

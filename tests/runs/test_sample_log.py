@@ -17,7 +17,7 @@ from hybridrl.data.prompts import Prompt
 from hybridrl.required import required
 from hybridrl.rewards.score import Score
 from hybridrl.runs import sample_log
-from hybridrl.runs.sample_log import SampleLog, read_batch, replays, sample_record, trained_fields
+from hybridrl.runs.sample_log import SampleLog, TrainedFields, read_batch, replays, sample_record
 from hybridrl.tracking import SampleRow
 from hybridrl.tracking.records import read_records
 
@@ -82,7 +82,7 @@ def test_a_keyword_of_the_reward_hides_nothing_that_hybridrl_knows():
 def test_a_training_record_has_the_mean_advantage_of_the_tokens_trained_on(batch):
     batch.response_mask = torch.tensor([True, False, True])
     batch.advantages = torch.tensor([0.5, 9.0, -0.25])
-    trained = trained_fields(batch, 6, 0, lambda ids: [])
+    trained = TrainedFields(batch, 6, 0, lambda ids: [])
     assert [trained["", 0, 0], trained["", 1, 0]] == [
         {"trained": True, "advantage": 0.5, "versions": [[6, 2]]},
         {"trained": True, "advantage": -0.25, "versions": [[6, 1]]},
@@ -95,7 +95,7 @@ def test_a_training_record_has_the_weight_version_and_the_weight_of_each_token(m
     batch.staleness = torch.tensor([2, 2, 0, 0, 0, 0], dtype=torch.int32)
     batch.importance_weights = torch.tensor([0.5, 2.0, 1.00004, 1.00006, 0.9, 1.0])
     batch.response_mask = torch.tensor([True, True, True, True, False, True])
-    trained = trained_fields(batch, 6, 0, lambda ids: [])
+    trained = TrainedFields(batch, 6, 0, lambda ids: [])
     first, second = trained["", 0, 0], trained["", 1, 0]
     assert (first["versions"], first["weights"]) == ([[4, 2], [6, 2]], [0.5, 2.0, 1.0, 1.0001])
     assert (second["versions"], second["weights"]) == ([[6, 2]], [0.0, 1.0]), "0: a token that was not trained on"
@@ -117,7 +117,7 @@ def test_the_tokens_of_the_least_and_the_largest_advantage_are_written(make_batc
     batch = make_batch([2, 1, 1, 1, 1], rewards=rewards, advantages=advantages)
     batch.rollout_log_probs = torch.linspace(-1, 0, 6)
     batch.old_log_probs = batch.entropies = None
-    trained = trained_fields(batch, 6, 2, lambda ids: [f"<{one}>" for one in ids])
+    trained = TrainedFields(batch, 6, 2, lambda ids: [f"<{one}>" for one in ids])
     written = {position: fields["tokens"] for (_, position, _), fields in trained.items() if "tokens" in fields}
     assert sorted(written) == [1, 2], "with advantages of -0.2 and 0.3"
     assert written[2] == {
@@ -134,7 +134,7 @@ def test_what_a_teacher_reads_and_gives_is_written(make_batch):
     batch.old_log_probs = batch.entropies = None
     context = {"context_ids": torch.tensor([65, 66], dtype=torch.int32), "context_lengths": torch.tensor([0, 2])}
     batch.carried = {**batch.carried, **context, "teacher_log_probs": torch.tensor([-1.0, -2.0, -3.0])}
-    first, second = trained_fields(batch, 6, 2, lambda ids: [*map(chr, ids)]).values()
+    first, second = TrainedFields(batch, 6, 2, lambda ids: [*map(chr, ids)]).values()
     assert "teacher_reads" not in first and second["teacher_reads"] == "AB"
     assert second["tokens"]["teacher_log_probs"] == [-2, -3]
 
@@ -142,7 +142,7 @@ def test_what_a_teacher_reads_and_gives_is_written(make_batch):
 def test_an_episode_of_two_rows_is_one_record_with_all_of_its_tokens(make_batch):
     batch = make_batch([2, 1], rewards=[1.0, 1.0], advantages=[0.5, 0.5, 0.5])
     batch.sample, batch.episode = torch.tensor([0, 0]), torch.tensor([0, 0])
-    ((place, fields),) = trained_fields(batch, 6, 4, lambda ids: ["?"] * len(ids)).items()
+    ((place, fields),) = TrainedFields(batch, 6, 4, lambda ids: ["?"] * len(ids)).items()
     assert place == ("", 0, 0) and len(fields["tokens"]["ids"]) == 3
 
 

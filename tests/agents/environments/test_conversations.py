@@ -17,7 +17,7 @@ from hybridrl.doctor.replay import described
 from hybridrl.doctor.reward import as_batch
 from hybridrl.required import required
 from hybridrl.rewards.score import Score
-from hybridrl.runs.sample_log import trained_fields
+from hybridrl.runs.sample_log import TrainedFields
 from hybridrl.tracking.records import SampleRecord
 
 PROMPT = Prompt(0, [1, 2], "?", "maths", "42", {})
@@ -67,7 +67,7 @@ def test_a_sampled_token_is_written_as_sampled_whether_or_not_it_is_trained_on()
     cut = replace(whole, trajectory=replace(whole.trajectory, stop="max_tokens"))
     algorithm = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True))
     batch = algorithm.advantages(to_batch([[cut, game([5], sample=1)]], mask_truncated=True))[0]
-    tokens = trained_fields(batch, 0, 2, lambda ids: [""] * len(ids))["", 0, 0]["tokens"]
+    tokens = TrainedFields(batch, 0, 2, lambda ids: [""] * len(ids))["", 0, 0]["tokens"]
     assert tokens["sampled"] == [1, 1, 0, 0, 0, 0, 0, 0, 1]
 
 
