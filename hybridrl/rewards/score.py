@@ -6,7 +6,7 @@ import math
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.tracking.faults import fault_kind
@@ -57,12 +57,19 @@ class Score:
     token_rewards: list[float] | None = None
     text: str | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name; `vars` would add a dict to the score for as long as it lives."""
+        return {name: getattr(self, name) for name in SCORE_FIELDS}
+
     def with_value(self, value: float) -> "Score":
         """Return this score with another value; the difference goes to the last token."""
         if self.token_rewards is None or self.value is None:
             return replace(self, value=value)
         *others, last = self.token_rewards
         return replace(self, value=value, token_rewards=[*others, last + value - self.value])
+
+
+SCORE_FIELDS = [item.name for item in fields(Score)]
 
 
 def checked(fields: Any) -> Score:

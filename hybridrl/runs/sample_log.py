@@ -33,6 +33,7 @@ EXAMPLES, REPLAYS = 3, 3  # samples shown with a diagnosis, and batches that are
 MOST_PIXELS = 1 << 28  # bytes that are retained with a batch
 PIXELS = "pixels"  # in a file of a batch, pixels/<digest>/<name of an array>
 TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # keys that every sample has itself
+PART = 1024  # rows
 SAMPLE_BITS = 20  # of a number that names an episode of a step: more than the samples of a prompt
 WEIGHT_DIGITS = 4  # decimals of importance weights: float32 log-probs of engine and trainer differ by 1e-5
 TOKEN_VALUES = {  # name in a record -> field of a batch
@@ -185,7 +186,7 @@ class TrainedFields(Mapping[EpisodeKey, dict[str, Any]]):
         self.ends, self.contexts = [0, *rows.response_lengths.cumsum(0).tolist()], _contexts(rows)
         self.keys = rows.position.numpy() << SAMPLE_BITS | rows.sample.numpy()
         self.sorted = self.keys.argsort()
-        advantages = rows.trained_mean(required(rows.advantages))
+        advantages = _mean_advantages(rows)
         evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
         self.with_tokens, self.advantages = {*advantages.argsort(stable=True)[evenly].tolist()}, advantages.tolist()
 
@@ -221,6 +222,14 @@ class TrainedFields(Mapping[EpisodeKey, dict[str, Any]]):
             return {"versions": pairs}
         weights = torch.where(required(rows.response_mask)[tokens], rows.importance_weights[tokens], 0.0)
         return {"versions": pairs, "weights": weights.double().numpy().round(WEIGHT_DIGITS).tolist()}
+
+
+def _mean_advantages(rows: Batch) -> torch.Tensor:
+    """Return the mean advantage of each row over its trained tokens [B]; a part of the rows at a time, for which the
+    row of every token is in memory."""
+    rows, count = rows.only("advantages", "response_mask"), len(rows)
+    parts = (rows.select(range(at, min(at + PART, count))) for at in range(0, count, PART))
+    return torch.cat([part.trained_mean(required(part.advantages)) for part in parts])
 
 
 def _contexts(rows: Batch) -> list[list[int]]:

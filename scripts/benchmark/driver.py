@@ -120,7 +120,7 @@ def step(experience: SynchronousExperience, log: SampleLog | None, number: int) 
     """Run what the driver does in a step, without the trainers."""
     measured, (sampled, batched, logged) = Measured(), PHASES
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    begin_peak()
     before, began = resident("VmRSS"), time.perf_counter()
     run, clock = experience.runner.run, time.process_time
 
@@ -136,17 +136,22 @@ def step(experience: SynchronousExperience, log: SampleLog | None, number: int) 
     measured.cpu[batched] = clock() - start - measured.cpu[sampled]
     experience.runner.run = run  # pyrefly: ignore
     assert not collected.metrics["reward/faults"] and 0 < collected.metrics["reward/acc/mean"] < 1, collected.metrics
-    measured.seconds = time.perf_counter() - began
+    measured.seconds, measured.peak = time.perf_counter() - began, resident("VmHWM") - before
     batch, _ = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True)).advantages(collected.batch)
     batch.old_log_probs = required(batch.rollout_log_probs).clone()
+    begin_peak()
     start, began = clock(), time.perf_counter()
     if log is not None:
         log.training_samples(number, collected.samples, batch)
         log.forget()
     measured.cpu[logged] = clock() - start
     measured.seconds += time.perf_counter() - began
-    measured.peak, measured.batch = resident("VmHWM") - before, size_of(batch)
+    measured.peak, measured.batch = max(measured.peak, resident("VmHWM") - before), size_of(batch)
     return measured
+
+
+def begin_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # of VmHWM
 
 
 def resident(name: str) -> int:
@@ -168,9 +173,14 @@ def measure(count: int, logs: bool, rounds: int, profiled: bool = False) -> list
         open_scorer_pool(session, config, Path(place), {"gsm8k"}, decoder) as pool,
     ):
         pool.wait_until_loaded()
-        log = (
-            SampleLog(None, training_dir=place, validation_dir=None, replay_dir=Path(place), shown=0, with_tokens=4) if logs else None
-        )
+        options = {
+            "training_dir": place,
+            "validation_dir": None,
+            "replay_dir": Path(place),
+            "shown": 0,
+            "with_tokens": 4,
+        }
+        log = SampleLog(None, **options) if logs else None  # pyrefly: ignore
         step(experience_of(64, pool, Path(place, "spool")), log, 1)
         experience, profile = experience_of(count, pool, Path(place, "spool")), cProfile.Profile()
         gc.collect()

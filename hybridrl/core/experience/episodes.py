@@ -56,7 +56,7 @@ class SingleResponses:
             yield [(index, _single(self.requests[index], hit.completion), hit.score) for index, hit in whole.items()]
         begun = {index: hit.completion for index, hit in stored.items()}
         missing = [index for index in range(len(self.requests)) if index not in whole]
-        futures = [self.client.generate(self.requests[index], begun.get(index)) for index in missing]
+        futures = (self.client.generate(self.requests[index], begun.get(index)) for index in missing)
         async for arrived in in_lists(futures):
             outcomes = [(missing[place], future.exception() or future.result()) for place, future in arrived]
             yield [(index, _single(self.requests[index], outcome), None) for index, outcome in outcomes]
@@ -320,7 +320,7 @@ def _single(request: Request, completion: Completion | BaseException) -> Traject
     if isinstance(completion, BaseException):
         raise completion
     stop = "max_tokens" if completion.truncated else "completed"
-    return Trajectory([Turn.of(Encoded(request.prompt_ids, request.carried), completion)], stop)
+    return Trajectory((Turn.of(Encoded(request.prompt_ids, request.carried), completion),), stop)
 
 
 def _scoring_request(prompt: Prompt, trajectory: Trajectory) -> ScoringRequest:

@@ -174,7 +174,7 @@ class ResponseStore:
             **{f"carried_{name}": np.concatenate(tokens[name]).astype(dtype) for name, dtype in TOKENS.items()},
             "carried_fields": [described for described, _ in fields],
             "carried_bytes": np.frombuffer(b"".join(chain.from_iterable(data for _, data in fields)), np.uint8),
-            "carried_scores": [[list(place), vars(score)] for place, score in scores.items()],
+            "carried_scores": [[list(place), score.as_dict()] for place, score in scores.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -210,7 +210,7 @@ class ResponseStore:
             "versions": np.asarray(completion.versions).tolist(),
             "carried": described,
             "reward": self.reward,
-            "score": vars(score) if score is not None and score.fault is None else None,
+            "score": score.as_dict() if score is not None and score.fault is None else None,
         }
         tokens, log_probs = completion.token_ids.astype("<i4"), completion.log_probs.astype("<f4")
         self._append(_encoded(meta, tokens.tobytes(), log_probs.tobytes(), *data))

@@ -59,7 +59,8 @@ class Turn:
     def of(observed: Encoded, completion: Completion, *, fresh: bool = False) -> "Turn":
         stop = "length" if completion.truncated else "stop"
         sampled = completion.token_ids, completion.log_probs, completion.versions
-        return Turn(observed.ids, *sampled, stop, fresh=fresh, carried={**observed.carried, **completion.carried})
+        carried = {**observed.carried, **completion.carried} if completion.carried else observed.carried
+        return Turn(observed.ids, *sampled, stop, fresh=fresh, carried=carried)
 
     def without_last(self, count: int) -> "Turn":
         """Return the turn without the last tokens that were sampled."""
@@ -164,7 +165,7 @@ class Trajectory:
         return [Row(self.turns[start].observed, self.turns[start:end]) for start, end in spans]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Episode:
     """One episode of a prompt with its score.
 
@@ -203,7 +204,7 @@ class Episode:
         return self.trajectory.sampled_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EpisodeRequest:
     """One episode to run. `number`: index of the prompt in this call; `position`: its index in the `stream`; `sample`:
     index among the prompt's episodes. Its seed derives from `seed_key` and `sample`."""
