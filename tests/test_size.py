@@ -11,11 +11,11 @@ PACKAGE = Path(__file__).parent.parent / "hybridrl"
 # Lines of Python, by package; "." are the commands and what they share.
 LINES = {
     ".": 1121,
-    "agents": 7547,
+    "agents": 7553,
     "checkpoint": 2028,
     "compat": 3247,
     "config": 5418,
-    "core": 15277,
+    "core": 15387,
     "data": 2788,
     "doctor": 5163,
     "environments": 182,
@@ -24,13 +24,13 @@ LINES = {
     "launch": 279,
     "model_merger": 931,
     "report": 2550,
-    "rewards": 3769,
-    "runs": 4269,
+    "rewards": 3797,
+    "runs": 4306,
     "runtime": 1604,
-    "tracking": 1996,
+    "tracking": 2010,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 61548
+TOTAL = 61743
 FILES = {"core": 76, "hybridrl": 289}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "launch", "serve")

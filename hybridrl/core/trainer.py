@@ -105,6 +105,7 @@ class Samples(Protocol):
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None: ...
     def record_diagnosis(self, step: int, *, show: bool) -> None: ...
     def forget(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,7 @@ class RLTask(Task):
         return metrics
 
     def before_save(self) -> None:
+        self.sample_log.flush()  # a run that resumes from this checkpoint does not sample them again
         self.devices.to_training()
 
     def take_metrics(self) -> dict[str, float]:

@@ -41,14 +41,14 @@ class Scorer(Protocol):
         """Release the connection; from the thread that called the other methods."""
 
 
-OnScore = Callable[[int, Score | Exception], object]  # called with the index of a request
+_OnScore = Callable[[int, Score | Exception], object]  # called with the index of a request
 
 
 @dataclass(eq=False)
 class _Call:
     """One call of `ScorerPool.score`."""
 
-    scored: OnScore
+    scored: _OnScore
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class ScorerPool:
         """Whether the reward reads the token ids of the responses."""
         return any(self._loaded)
 
-    def score(self, requests: Sequence[ScoringRequest], scored: OnScore) -> None:
+    def score(self, requests: Sequence[ScoringRequest], scored: _OnScore) -> None:
         """Score requests, from any thread. `scored` is called once for each, in any thread, as soon as its Score is
         known, and must not raise. It gets an error instead if a scorer itself failed.
 

@@ -175,6 +175,7 @@ class PPOJob:
             fetch=Group.fetch,
             **({"transcript": conversations.transcript} if conversations else {}),
         )
+        self.stack.callback(sample_log.flush)
         if self.resume.checkpoint:
             sample_log.delete_after(self.resume.done)
         task = RLTask(

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +54,8 @@ class SampleLog:
     and the first `shown` of a validation to the tracker; batches to `replay_dir`. In each of the two directories the
     files of the oldest steps are deleted once it exceeds `most` bytes; None: no limit.
 
+    A thread writes the files while the next step is sampled, one at a time; `flush` waits for them.
+
     For `with_tokens` training samples per step, from the least to the largest advantage, every token is written, with
     its text from `decode`. `fetch` returns the pixels of pictures from their handles.
     """
@@ -75,18 +78,19 @@ class SampleLog:
         self.replay_dir, self.shown, self.with_tokens, self.decode = replay_dir, shown, with_tokens, decode
         self.most, self.transcript, self.fetch = most, transcript, fetch
         self.named = False
+        self.thread, self.writing = ThreadPoolExecutor(1, "samples"), Future[None]()
+        self.writing.set_result(None)
         self.last: tuple[Batch, Sequence[Episode]] | None = None  # batch and episodes of the last step
 
     def training_samples(self, step: int, episodes: Sequence[Episode], batch: Batch) -> None:
         """Write the samples of a step, with fields from `batch`: the trained rows."""
         self.last = batch, episodes
         if self.training_dir:
-            trained = TrainedFields(batch, step - 1, self.with_tokens, self.decode)
-            self._write(Path(self.training_dir), step, episodes, trained)
+            self._start(Path(self.training_dir), step, episodes, batch)
 
     def validation_samples(self, step: int, episodes: Sequence[Episode]) -> None:
         if self.validation_dir:
-            self._write(Path(self.validation_dir), step, episodes)
+            self._start(Path(self.validation_dir), step, episodes)
         if self.shown > 0:
             self.tracker.samples(step, _rows(episodes[: self.shown]))
 
@@ -100,6 +104,10 @@ class SampleLog:
     def forget(self) -> None:
         """Free the samples of the last step: pixels are stored while an episode names them."""
         self.last = None
+
+    def flush(self) -> None:
+        """Wait until all samples are written."""
+        self.writing.result()
 
     @staticmethod
     def show(step: int, episodes: Sequence[Episode]) -> None:
@@ -126,10 +134,13 @@ class SampleLog:
         for older in replays(self.replay_dir)[:-REPLAYS]:
             older.unlink()
 
-    def _write(
-        self, directory: Path, step: int, episodes: Sequence[Episode], trained: "BatchFields | None" = None
-    ) -> None:
+    def _start(self, *step: Any) -> None:
+        self.flush()
+        self.writing = self.thread.submit(self._write, *step)
+
+    def _write(self, directory: Path, step: int, episodes: Sequence[Episode], batch: Batch | None = None) -> None:
         path = directory / f"{step}.jsonl"
+        trained = None if batch is None else TrainedFields(batch, step - 1, self.with_tokens, self.decode)
         try:
             self._name_taken(episodes)
             shown = {picture for episode in episodes for picture in pictures_of(episode)}

@@ -143,6 +143,7 @@ def step(experience: SynchronousExperience, log: SampleLog | None, number: int) 
     start, began = clock(), time.perf_counter()
     if log is not None:
         log.training_samples(number, collected.samples, batch)
+        log.flush()
         log.forget()
     measured.cpu[logged] = clock() - start
     measured.seconds += time.perf_counter() - began
@@ -151,7 +152,7 @@ def step(experience: SynchronousExperience, log: SampleLog | None, number: int) 
 
 
 def begin_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # of VmHWM
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins with the memory at present
 
 
 def resident(name: str) -> int:

@@ -68,7 +68,7 @@ def main() -> None:
                 with_tokens=with_tokens,
                 decode=lambda ids: ["text"] * len(ids),
             )
-            seconds = seconds_of(lambda log=log: log.training_samples(1, episodes, batch))
+            seconds = seconds_of(lambda log=log: (log.training_samples(1, episodes, batch), log.flush()))
             size = Path(place, "1.jsonl").stat().st_size
         share = f"{seconds / options.step:.2%} of a step of {options.step:g} s"
         print(

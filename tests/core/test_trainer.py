@@ -376,6 +376,14 @@ def test_in_bypass_mode_nothing_is_reported_of_a_difference_that_cannot_be(rows)
     assert not any(name.startswith("training/rollout") for name in metrics)
 
 
+def test_samples_are_written_before_a_checkpoint_is():
+    calls: list[str] = []
+    devices = SimpleNamespace(to_training=lambda: calls.append("devices"))
+    sample_log = SimpleNamespace(flush=lambda: calls.append("samples"))
+    RLTask(None, None, devices, None, None, sample_log).before_save()
+    assert calls == ["samples", "devices"]
+
+
 def test_validation_logs_its_samples_and_is_empty_without_validation_data():
     logged: list = []
     sample_log = SimpleNamespace(validation_samples=lambda step, samples: logged.append((step, samples)))

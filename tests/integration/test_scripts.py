@@ -90,6 +90,7 @@ RUNS = {
             "| driver, 2,048 rows on 16 ranks",
         ]
     ),
+    "driver": Tiny(rows=["| 64 | on |", "| 64 | off |"]),
     "engine_memory": Tiny(rows=["step     1", "step     2"]),
     "episodes": Tiny(rows=["4 episodes x 2 turns x 4 tokens", "episodes "]),
     "episodes --sleeping": Tiny("--tiny --sleeping", ["coroutines", "plain functions"]),
@@ -230,8 +231,19 @@ RUNS = {
 # That take longest: of the product's own parts they use what others do, or what other tests do, so that .ci/run has one
 # of them in turn.
 DRILLS = (
-    *("algorithms", "asynchronous", "compiled", "data_plane", "engine_memory", "episodes", "episodes --sleeping"),
-    *("evaluation", "fuzz_endpoint", "gpu", "host_floor", "kills", "length_bias", "lora", "memory_plan", "merge"),
+    *("algorithms", "asynchronous", "compiled", "data_plane", "driver", "engine_memory", "episodes"),
+    *(
+        "episodes --sleeping",
+        "evaluation",
+        "fuzz_endpoint",
+        "gpu",
+        "host_floor",
+        "kills",
+        "length_bias",
+        "lora",
+        "memory_plan",
+        "merge",
+    ),
     *(
         "pretrained",
         "reading_pictures",

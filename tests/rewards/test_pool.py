@@ -3,6 +3,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -239,6 +240,39 @@ def test_closing_resolves_what_was_not_scored(reward_config):
     assert [score.fault for score in results(futures)] == ["died", "died", "died"]
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(requests("fine"))
+
+
+class Broken:
+    """A scorer that fails at its third request, of which it has scored two."""
+
+    def start(self) -> bool:
+        return False
+
+    def score(self, requests):
+        yield from [Score(1.0), Score(2.0)]
+        raise OSError("the connection is lost")
+
+    def stop(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_each_request_is_called_back_for_once_with_its_score_or_what_ended_the_scorer(reward_config):
+    came: dict[int, Score | Exception] = {}
+    ended = threading.Event()
+
+    def scored(index: int, score: Score | Exception) -> None:
+        assert index not in came
+        came[index] = score
+        if len(came) == 4:
+            ended.set()
+
+    with ScorerPool(reward_config(OBEDIENT, manager="batch"), scorers=[Broken()]) as pool:
+        pool.score(requests(*["fine"] * 4), scored)
+        assert ended.wait(10)
+        with pytest.raises(OSError, match="the connection is lost"):
+            pool.score(requests("fine"), scored)
+    assert [came[0], came[1]] == [Score(1.0), Score(2.0)]
+    assert [str(came[index]) for index in (2, 3)] == ["the connection is lost"] * 2
 
 
 def test_a_future_cannot_be_cancelled(reward_config):

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,22 @@ def batch(make_batch) -> Batch:
     return make_batch([2, 1], rewards=[1.0, 0.0], advantages=[0.5, 0.5, -0.25])
 
 
+class Flushed(SampleLog):
+    """A log whose files are written when a call returns."""
+
+    def training_samples(self, *step: Any) -> None:
+        super().training_samples(*step)
+        self.flush()
+
+    def validation_samples(self, *step: Any) -> None:
+        super().validation_samples(*step)
+        self.flush()
+
+
 def log_of(tracker: RecordingTracker, **places: Any) -> SampleLog:
     """A log that writes nowhere and shows nothing but what is named."""
     nowhere = {"training_dir": None, "validation_dir": None, "replay_dir": Path(), "shown": 0}
-    return SampleLog(tracker, **nowhere | places)
+    return Flushed(tracker, **nowhere | places)
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -102,7 +115,7 @@ def test_a_training_record_has_the_weight_version_and_the_weight_of_each_token(m
 
 
 def test_a_step_begins_with_the_weights_of_the_step_before(tracker, tmp_path, batch):
-    log = SampleLog(tracker, training_dir=str(tmp_path), validation_dir=None, replay_dir=tmp_path, shown=0)
+    log = Flushed(tracker, training_dir=str(tmp_path), validation_dir=None, replay_dir=tmp_path, shown=0)
     log.training_samples(3, [RIGHT], batch)
     (right,) = rows_of(tmp_path / "3.jsonl")
     assert right["episode"]["versions"] == [[2, 2]] and "weights" not in right["episode"]
@@ -154,7 +167,7 @@ def test_a_ground_truth_that_json_cannot_represent_is_written_as_text(tracker, t
 
 def test_training_and_validation_samples_go_to_their_own_directories(tracker, tmp_path, batch):
     places = {"training_dir": str(tmp_path / "train"), "validation_dir": str(tmp_path / "val")}
-    log = SampleLog(tracker, **places, replay_dir=tmp_path, shown=0)
+    log = Flushed(tracker, **places, replay_dir=tmp_path, shown=0)
     log.training_samples(3, [RIGHT], batch)
     log.validation_samples(4, [FAULTY])
     (right,) = rows_of(tmp_path / "train" / "3.jsonl")
@@ -172,7 +185,7 @@ def test_a_step_written_again_replaces_the_earlier_file(tracker, tmp_path):
 
 def test_a_resumed_run_deletes_the_samples_of_later_steps_and_nothing_else(tracker, tmp_path, batch):
     training, validation = tmp_path / "train", tmp_path / "val"
-    log = SampleLog(tracker, training_dir=str(training), validation_dir=str(validation), replay_dir=tmp_path, shown=0)
+    log = Flushed(tracker, training_dir=str(training), validation_dir=str(validation), replay_dir=tmp_path, shown=0)
     for step in (0, 2, 3, 10):
         log.training_samples(step, [RIGHT], batch)
         log.validation_samples(step, [RIGHT])
@@ -247,7 +260,7 @@ def test_the_first_validation_samples_are_shown(tracker):
 
 
 def test_the_batches_of_the_last_few_diagnoses_are_kept(tracker, tmp_path, make_batch):
-    log = SampleLog(tracker, training_dir=None, validation_dir=None, replay_dir=tmp_path / "replay", shown=0)
+    log = Flushed(tracker, training_dir=None, validation_dir=None, replay_dir=tmp_path / "replay", shown=0)
     batch = make_batch([2, 1], rewards=[0.0, 1.0])
     for step in (8, 9, 10, 11):
         log.keep(step, batch)
@@ -349,6 +362,38 @@ def test_forgotten_samples_keep_no_pixels(tracker, batch):
     log.forget()
     with pytest.raises(KeyError):
         store.handles([digest])
+
+
+def test_a_thread_writes_the_files_and_flush_waits_for_them(tracker, tmp_path, batch):
+    ready, places = threading.Event(), {"training_dir": str(tmp_path), "validation_dir": None, "replay_dir": tmp_path}
+
+    def transcript(_: Trajectory) -> dict[str, Any]:
+        assert ready.wait(10)
+        return {}
+
+    log = SampleLog(tracker, **places, shown=0, transcript=transcript)
+    log.training_samples(1, [RIGHT], batch)
+    assert not (tmp_path / "1.jsonl").exists()
+    ready.set()
+    log.flush()
+    assert len(rows_of(tmp_path / "1.jsonl")) == 1
+
+
+def test_what_fails_while_samples_are_written_is_raised_before_the_next_ones(tracker, tmp_path, batch):
+    places = {"training_dir": str(tmp_path), "validation_dir": None, "replay_dir": tmp_path}
+    log = SampleLog(tracker, **places, shown=0, transcript=lambda _: 1 / 0)
+    log.training_samples(1, [RIGHT], batch)
+    with pytest.raises(ZeroDivisionError):
+        log.training_samples(2, [RIGHT], batch)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_episode_that_is_not_in_the_batch_was_not_trained_on(make_batch):
+    batch = make_batch([2, 1], rewards=[1.0, 0.0], advantages=[0.5, 0.5, -0.25])
+    batch.position, batch.sample = torch.tensor([7, 3]), torch.tensor([1, 0])
+    trained = TrainedFields(batch, 6, 0, lambda ids: [])
+    assert [*trained] == [("", 7, 1), ("", 3, 0)] and trained["", 3, 0]["advantage"] == -0.25
+    assert [key in trained for key in (("", 7, 0), ("", 3, 1), ("", 9, 0), ("validation", 7, 1))] == [False] * 4
 
 
 def test_pictures_that_cannot_be_written_cost_no_step(tracker, batch, tmp_path, capsys):

@@ -51,6 +51,7 @@ def samples_of(collected: Collected) -> list[str]:
         options = {"training_dir": place, "validation_dir": None, "replay_dir": Path(place), "shown": 0}
         log = SampleLog(None, **options, with_tokens=2, decode=lambda ids: [f"<{token}>" for token in ids])
         log.training_samples(1, collected.samples, batch)
+        log.flush()
         (path,) = record_files(Path(place)).values()
         with open_records(path) as lines:
             return lines.read().splitlines()

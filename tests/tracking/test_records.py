@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.tracking.records import SampleRecord, read_records, record_files, write_records
+from hybridrl.tracking.records import LEVEL, SampleRecord, read_records, record_files, write_records
 
 VERL = {"input": "user: 2 + 2?", "output": "4", "gts": "4", "score": 1.0, "step": 7, "acc": True}
 
@@ -56,6 +56,7 @@ def test_the_samples_of_a_large_step_are_compressed_and_read_alike(tmp_path):
     assert record_files(tmp_path) == {7: file} and file.name == "7.jsonl.gz"
     assert file.stat().st_size < sum(len(one["output"]) for one in many) / 3
     assert [one.response for one in read_records(file)] == [one["output"] for one in many]
+    assert file.read_bytes() == gzip.compress(gzip.decompress(file.read_bytes()), LEVEL, mtime=0), "as in one call"
     write_records(path, [VERL])
     assert list(tmp_path.iterdir()) == [path], "a step that is trained again"
 

@@ -49,6 +49,8 @@ BACKLOG = 2048
 # Clients close a connection that was idle for 5 s (httpx, and so OpenAI's and Anthropic's). If the server closes it at
 # that moment, the next request is lost.
 IDLE_SECONDS = 75
+# Columns of a row in an export; carried fields are for the trainer.
+COLUMNS = {"prompt_ids": int, "response_ids": int, "log_probs": float, "mask": int, "rewards": float, "versions": int}
 Discount = Annotated[float, Query(ge=0, le=1)]
 
 
@@ -197,11 +199,7 @@ class Api:
         ]
         trajectory = session.trajectory(turn_discount)
         rows = [
-            {
-                name: [*map(float if name in ("log_probs", "rewards") else int, values)]
-                for name, values in vars(row).items()
-                if name != "carried"  # carried fields are for the trainer
-            }
+            {name: [*map(kind, getattr(row, name))] for name, kind in COLUMNS.items()}
             for row in (trajectory.rows() if turns else ())
         ]
         about = {"session_id": session_id, "task_id": session.task, "closed": session.closed, "forks": session.forks}

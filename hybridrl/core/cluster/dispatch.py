@@ -201,11 +201,11 @@ class Arrivals(Generic[T]):
         if self._woken:
             return
         self._woken = True
-        if get_ident() == self._thread:
-            self._due.set()
-            return
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._loop.call_later, COALESCE_SECONDS, self._due.set)
+            if get_ident() == self._thread:
+                self._due.set()
+            else:
+                self._loop.call_soon_threadsafe(self._loop.call_later, COALESCE_SECONDS, self._due.set)
 
     async def take(self) -> list[T]:
         """Wait for values, and return all that have arrived; rarely none."""

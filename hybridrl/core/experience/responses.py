@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 
 from hybridrl.core.carried import Fields, declared, identity
-from hybridrl.core.rollout import Completion, Request
+from hybridrl.core.rollout import Completion, Request, Sampling
 from hybridrl.core.rollout.engine import Key
 from hybridrl.required import required
 from hybridrl.rewards.score import Score
@@ -76,6 +76,8 @@ class ResponseStore:
         self.lock = threading.RLock()  # scores arrive in threads
         self.step = self.used = 0
         self.origin = ""
+        # The last prompt with its sampling, and its text in keys: samples of a prompt follow one another.
+        self.last: tuple[tuple[Sampling | None, Sequence[int], Fields], str] = ((None, [], {}), "")
         self.failed = False
 
     def __enter__(self) -> Self:
@@ -195,8 +197,11 @@ class ResponseStore:
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     def _key(self, origin: str, request: Request) -> str:
-        prompt = f"{list(request.prompt_ids)}{identity(request.carried).hex()}"
-        return _hash(f"{origin} {request.seed} {request.sampling} {prompt}")
+        (sampling, ids, carried), text = self.last
+        if sampling is not request.sampling or ids is not request.prompt_ids or carried is not request.carried:
+            text = f"{request.sampling} {list(request.prompt_ids)}{identity(request.carried).hex()}"
+            self.last = (request.sampling, request.prompt_ids, request.carried), text
+        return _hash(f"{origin} {request.seed} {text}")
 
     def _spool(self, origin: str, request: Request, response: StoredResponse) -> None:
         """Append a response to the file; without an origin there was none when it was sampled."""

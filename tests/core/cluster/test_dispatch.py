@@ -1,12 +1,13 @@
 """The supervisor of actors, with actors of this process that double what they are sent."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from hybridrl.core.cluster.dispatch import ActorJob, ActorLost, Dispatcher, Lane, in_lists
+from hybridrl.core.cluster.dispatch import ActorJob, ActorLost, Arrivals, Dispatcher, Lane, in_lists
 
 
 @dataclass(eq=False)
@@ -147,3 +148,42 @@ async def test_futures_that_finish_together_come_in_one_list():
     lists = in_lists([first, second, third])
     found = [[(index, future.result()) for index, future in arrived] async for arrived in lists]
     assert found == [[(0, "a"), (2, "c")], [(1, "b")]]
+
+
+async def test_values_of_other_threads_that_arrive_together_come_in_one_list_and_none_is_lost():
+    arrivals, count = Arrivals[int](), 3000
+
+    def put(first: int) -> None:
+        for value in range(first, first + count):
+            arrivals.put(value)
+
+    threads = [threading.Thread(target=put, args=[first]) for first in (0, count)]
+    for thread in threads:
+        thread.start()
+    lists = []
+    while sum(map(len, lists)) < 2 * count:
+        lists.append(await asyncio.wait_for(arrivals.take(), 10))
+    for thread in threads:
+        thread.join()
+    assert sorted(value for values in lists for value in values) == [*range(2 * count)] and len(lists) < count
+    for first in (0, count):
+        own = [value for values in lists for value in values if first <= value < first + count]
+        assert own == sorted(own), "those of a thread come in their order"
+
+
+async def test_values_of_the_loop_itself_come_without_a_pause():
+    arrivals = Arrivals[str]()
+    arrivals.put("a")
+    arrivals.put("b")
+    assert await arrivals.take() == ["a", "b"]
+
+
+def test_a_value_for_a_loop_that_has_ended_disturbs_nobody():
+    async def abandoned() -> Arrivals[int]:
+        return Arrivals[int]()
+
+    arrivals = asyncio.run(abandoned())
+    thread = threading.Thread(target=arrivals.put, args=[1])
+    thread.start()
+    thread.join()
+    arrivals.put(2)

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hybridrl.agents.environments import CallRecord, ToolCall
 from hybridrl.agents.environments.conversations import conversation_metrics, transcript
@@ -62,6 +64,56 @@ def test_a_row_has_the_experts_that_the_last_turn_was_computed_with():
     assert routes.shape == (8 + 3 + 3, 2, 3) and routes.dtype == torch.int16
     assert routes[:, 1, 2].tolist() == [2] * 7 + [-1] + [3, 3, -1] + [-1] * 3  # the last: a response without any
     assert to_batch([[episode([turn([1, 2], [7])], 0.0)]]).carried == {}
+
+
+def joined_at_once(turns: list[Turn]) -> dict[str, np.ndarray]:
+    """The columns of a row, made in one pass over its turns."""
+    columns = {name: [] for name in ("response_ids", "log_probs", "mask", "rewards", "versions")}
+    version = 0
+    for at, step in enumerate(turns):
+        read = [*step.observed] if at else []
+        wrote, versions = len(step.sampled), np.broadcast_to(step.versions, len(step.sampled)).tolist()
+        columns["response_ids"] += [*read, *step.sampled.tolist()]
+        columns["log_probs"] += [*([0.0] * len(read)), *step.log_probs.tolist()]
+        columns["mask"] += [*([False] * len(read)), *([True] * wrote)]
+        columns["rewards"] += [*([0.0] * (len(read) + wrote - 1)), step.reward or 0.0]
+        columns["versions"] += [*([version] * len(read)), *versions]
+        version = versions[-1]
+    types = {"response_ids": np.int64, "log_probs": np.float32, "mask": bool, "rewards": np.float32}
+    return {name: np.array(values, types.get(name, np.int64)) for name, values in columns.items()}
+
+
+@st.composite
+def turns_of_an_episode(draw) -> list[Turn]:
+    turns = []
+    for _ in range(draw(st.integers(1, 3))):
+        observed = draw(st.lists(st.integers(0, 9), min_size=not turns, max_size=3))
+        count = draw(st.integers(1, 4))
+        sampled = np.array(draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)))
+        log_probs = -np.arange(count, dtype=np.float32) / 3
+        versions = draw(st.integers(0, 3) | st.just(np.arange(count)))
+        turns.append(
+            Turn(observed, sampled, log_probs, versions, "stop", reward=draw(st.sampled_from([None, 0.1, 1.0])))
+        )
+    return turns
+
+
+@given(st.lists(turns_of_an_episode(), min_size=1, max_size=4))
+def test_the_columns_of_rows_and_of_their_batch_are_those_of_their_turns_joined_at_once(episodes):
+    rows = [Trajectory(turns).rows()[0] for turns in episodes]
+    expected = [joined_at_once(turns) for turns in episodes]
+    for row, columns in zip(rows, expected, strict=True):
+        for name, column in columns.items():
+            value = getattr(row, name)
+            assert value.dtype == column.dtype and (value == column).all(), name
+    batch = to_batch([[episode(turns, 1.0, at) for at, turns in enumerate(episodes)]], version=5)
+    whole = {name: np.concatenate([columns[name] for columns in expected]) for name in expected[0]}
+    assert batch.prompt_ids.tolist() == [token for turns in episodes for token in turns[0].observed]
+    assert batch.response_lengths.tolist() == [len(columns["mask"]) for columns in expected]
+    for name, field in {"response_ids": "response_ids", "log_probs": "rollout_log_probs", "mask": "sampled"}.items():
+        assert vars(batch)[field].tolist() == whole[name].tolist(), name
+    assert (5 - required(batch.staleness)).tolist() == whole["versions"].tolist()
+    assert torch.equal(required(batch.response_mask), required(batch.sampled))
 
 
 def episode(turns: list[Turn], score: float, sample: int = 0) -> Episode:
