@@ -35,7 +35,7 @@ MOST_PIXELS = 1 << 28  # bytes that are retained with a batch
 PIXELS = "pixels"  # in a file of a batch, pixels/<digest>/<name of an array>
 TAKEN = {*VERL_KEYS, OWN_KEY} - {"score"}  # keys that every sample has itself
 PART = 1024  # rows
-SAMPLE_BITS = 20  # of a number that names an episode of a step: more than the samples of a prompt
+SAMPLE_BITS = 20  # a prompt of a step has fewer samples than 2**20
 WEIGHT_DIGITS = 4  # decimals of importance weights: float32 log-probs of engine and trainer differ by 1e-5
 TOKEN_VALUES = {  # name in a record -> field of a batch
     "log_probs": "rollout_log_probs",
@@ -195,14 +195,14 @@ class TrainedFields(Mapping[EpisodeKey, dict[str, Any]]):
     def __init__(self, batch: Batch, version: int, with_tokens: int, decode: DecodeAll) -> None:
         self.rows, self.version, self.decode = (rows := batch.by_episode()), version, decode
         self.ends, self.contexts = [0, *rows.response_lengths.cumsum(0).tolist()], _contexts(rows)
-        self.keys = rows.position.numpy() << SAMPLE_BITS | rows.sample.numpy()
-        self.sorted = self.keys.argsort()
+        self.numbers = rows.position.numpy() << SAMPLE_BITS | rows.sample.numpy()
+        self.sorted = self.numbers.argsort()
         advantages = _mean_advantages(rows)
         evenly = np.linspace(0, len(rows) - 1, min(with_tokens, len(rows))).round()
         self.with_tokens, self.advantages = {*advantages.argsort(stable=True)[evenly].tolist()}, advantages.tolist()
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.numbers)
 
     def __iter__(self) -> Iterator[EpisodeKey]:
         return (("", *place) for place in zip(self.rows.position.tolist(), self.rows.sample.tolist(), strict=True))
@@ -210,8 +210,8 @@ class TrainedFields(Mapping[EpisodeKey, dict[str, Any]]):
     def __getitem__(self, key: EpisodeKey) -> dict[str, Any]:
         stream, position, sample = key
         number = position << SAMPLE_BITS | sample
-        place = int(self.keys.searchsorted(number, sorter=self.sorted))
-        if stream or place == len(self) or self.keys[row := int(self.sorted[place])] != number:
+        place = int(self.numbers.searchsorted(number, sorter=self.sorted))
+        if stream or place == len(self) or self.numbers[row := int(self.sorted[place])] != number:
             raise KeyError(key)
         fields = {"trained": True, "advantage": _short(self.advantages[row]), **self._audit(row)}
         if self.contexts[row]:

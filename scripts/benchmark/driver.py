@@ -25,7 +25,7 @@ from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.batch import Batch
 from hybridrl.core.cluster import RaySession
-from hybridrl.core.experience.collector import Collected, SamplingPlan, SynchronousExperience
+from hybridrl.core.experience.collector import SamplingPlan, SynchronousExperience
 from hybridrl.core.experience.episodes import EpisodeRunner
 from hybridrl.core.experience.responses import ResponseStore
 from hybridrl.core.rollout import Completion, RolloutClient, Sampling
@@ -79,6 +79,18 @@ class Devices:
         return {}
 
 
+class TimedRunner(EpisodeRunner):
+    """Counts the processor time of its last call."""
+
+    cpu = 0.0
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        start = time.process_time()
+        episodes = super().run(*arguments, **options)
+        self.cpu = time.process_time() - start
+        return episodes
+
+
 def decoder():
     """Return a decoder without a tokenizer: responses of four characters per token."""
     return lambda ids: f"{' '.join(f'{token % 1000:03}' for token in ids)}\n#### {ids[0] % 2}"
@@ -95,11 +107,12 @@ def experience_of(count: int, scorers: ScorerPool, spool: Path) -> SynchronousEx
     server, ids = StandIn(responses_of(count)), [*range(PROMPT)]
     client = RolloutClient([server], lambda index: server, capacity=10**6, timeout=600.0, retries=2)
     chat = [{"role": "user", "content": "What is 767+488? " * 12}]
+    prompts: Any = [Prompt(row, ids, chat, "gsm8k", "1", {}) for row in range(count // SAMPLES)]
     return SynchronousExperience(
         Devices(),
-        [Prompt(row, ids, chat, "gsm8k", "1", {}) for row in range(count // SAMPLES)],  # pyrefly: ignore
+        prompts,
         PromptOrder(count // SAMPLES, 0, False),
-        EpisodeRunner(client, scorers, 0),
+        TimedRunner(client, scorers, 0),
         FaultGuard("exclude", 1.0, 99),
         SamplingPlan(count // SAMPLES, SAMPLES, Sampling(TOKENS, (0,))),
         ResponseStore(spool),
@@ -122,19 +135,11 @@ def step(experience: SynchronousExperience, log: SampleLog | None, number: int) 
     gc.collect()
     begin_peak()
     before, began = resident("VmRSS"), time.perf_counter()
-    run, clock = experience.runner.run, time.process_time
-
-    def timed(*arguments: Any) -> Any:
-        start = clock()
-        episodes = run(*arguments)
-        measured.cpu[sampled] = clock() - start
-        return episodes
-
-    experience.runner.run = timed  # pyrefly: ignore
+    clock = time.process_time
     start = clock()
-    collected: Collected = experience.collect(number)
+    collected = experience.collect(number)
+    measured.cpu[sampled] = vars(experience.runner)["cpu"]
     measured.cpu[batched] = clock() - start - measured.cpu[sampled]
-    experience.runner.run = run  # pyrefly: ignore
     assert not collected.metrics["reward/faults"] and 0 < collected.metrics["reward/acc/mean"] < 1, collected.metrics
     measured.seconds, measured.peak = time.perf_counter() - began, resident("VmHWM") - before
     batch, _ = Algorithm(lambda batch: grpo(batch, norm_adv_by_std_in_grpo=True)).advantages(collected.batch)
@@ -174,14 +179,9 @@ def measure(count: int, logs: bool, rounds: int, profiled: bool = False) -> list
         open_scorer_pool(session, config, Path(place), {"gsm8k"}, decoder) as pool,
     ):
         pool.wait_until_loaded()
-        options = {
-            "training_dir": place,
-            "validation_dir": None,
-            "replay_dir": Path(place),
-            "shown": 0,
-            "with_tokens": 4,
-        }
-        log = SampleLog(None, **options) if logs else None  # pyrefly: ignore
+        tracker: Any = None
+        places: dict[str, Any] = {"training_dir": place, "validation_dir": None, "replay_dir": Path(place)}
+        log = SampleLog(tracker, **places, shown=0, with_tokens=4) if logs else None
         step(experience_of(64, pool, Path(place, "spool")), log, 1)
         experience, profile = experience_of(count, pool, Path(place, "spool")), cProfile.Profile()
         gc.collect()

@@ -14,6 +14,7 @@ from hybridrl.core.algorithms import Algorithm
 from hybridrl.core.algorithms.estimators import grpo
 from hybridrl.core.experience.batching import GroupFilter
 from hybridrl.core.experience.collector import Collected
+from hybridrl.core.rollout import Completion
 from hybridrl.rewards.score import OverlongPenalty, Score
 from hybridrl.runs.sample_log import SampleLog
 from hybridrl.tracking.records import open_records, record_files
@@ -39,6 +40,7 @@ class Probable(Client):
 
     def response(self, request):
         response = super().response(request)
+        assert isinstance(response, Completion)
         length = len(response.token_ids)
         log_probs = -np.linspace(0.1, 1 + request.sample, length, dtype=np.float32)
         return replace(response, log_probs=log_probs)
