@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
-from typing import Literal, cast
+from typing import Literal
 
 from hybridrl.core.carried import Encoded, declared
 from hybridrl.core.cluster.dispatch import Arrivals, in_lists
@@ -205,16 +205,15 @@ class EpisodeRunner:
         self, requests: Sequence[EpisodeRequest], arrivals: Arrivals[Scored], finished: OnFinished | None
     ) -> list[Episode]:
         """Return the episodes in the order of their requests, once each has its score."""
-        episodes, missing = [None] * len(requests), len(requests)
-        while missing:
+        episodes: dict[int, Episode] = {}
+        while len(episodes) < len(requests):
             for index, trajectory, score in await arrivals.take():
                 if isinstance(score, Exception):
                     raise score
                 episodes[index] = episode = self._episode(requests[index], trajectory, score)
-                missing -= 1
                 if finished:
                     finished(episode)
-        return cast("list[Episode]", episodes)
+        return [episodes[index] for index in range(len(requests))]
 
     def _submit(
         self,
