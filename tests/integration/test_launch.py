@@ -118,7 +118,7 @@ def samples(directory: Path) -> list[str]:
 
 def wait_for_step(cluster: Cluster, process: subprocess.Popen[str], step: int) -> None:
     """Wait until a step is logged, so that the next one is running."""
-    file, deadline = cluster.run / "metrics.jsonl", time.monotonic() + 300
+    file, deadline = cluster.run / "metrics.jsonl", time.monotonic() + 600
     while not file.exists() or f'"step": {step}' not in file.read_text():
         assert process.poll() is None and time.monotonic() < deadline, cluster.output(process)
         time.sleep(0.05)
@@ -128,7 +128,7 @@ def wait_for_step(cluster: Cluster, process: subprocess.Popen[str], step: int) -
 def unbroken(start, tmp_path) -> Callable[[str], Path]:
     def run(engine: str) -> Path:
         cluster, process = start(engine, "unbroken")
-        output = cluster.output(process, 400)
+        output = cluster.output(process, 900)
         assert process.returncode == 0, output
         assert cluster.left == []
         return tmp_path / "unbroken"
@@ -154,12 +154,12 @@ def test_a_run_that_is_stopped_and_launched_again_ends_as_an_unbroken_one(
     cluster, process = start(engine, "stopped", LATE=HOSTS[-1], DELAY="10")
     wait_for_step(cluster, process, 1)
     cluster.signal(process, signal.SIGTERM)
-    output = cluster.output(process, 100)
+    output = cluster.output(process, 300)
     assert process.returncode == 130, output
     assert cluster.left == []
     assert_nothing_left(started, bystanders)
     cluster, process = start(engine, "stopped")
-    output = cluster.output(process, 400)
+    output = cluster.output(process, 900)
     assert process.returncode == 0 and "resuming after step 2" in output, output
     assert steps(tmp_path / "stopped") == steps(whole) and samples(tmp_path / "stopped") == samples(whole)
     assert_nothing_left(started, bystanders)
@@ -169,7 +169,7 @@ def test_at_the_time_limit_a_run_is_requeued_and_finishes(start, bystanders, sta
     cluster, process = start("slurm", "limited")
     wait_for_step(cluster, process, 1)
     cluster.signal(process, signal.SIGUSR1)
-    output = cluster.output(process, 400)
+    output = cluster.output(process, 900)
     assert (process.returncode, cluster.read("requeued")) == (0, "71\n"), output
     assert "resuming after step 2" in output and cluster.left == []
     assert_nothing_left(started, bystanders)
@@ -179,7 +179,7 @@ def test_at_the_time_limit_a_run_is_requeued_and_finishes(start, bystanders, sta
 def test_a_dead_host_is_named_within_the_time_to_wait(engine, start, bystanders, started):
     began = time.monotonic()
     cluster, process = start(engine, "dead", wait=30, DEAD=HOSTS[1])
-    output = cluster.output(process, 100)
+    output = cluster.output(process, 300)
     assert process.returncode == 1 and time.monotonic() - began < 30 + 10, output
     assert [line for line in output.splitlines() if f"{HOSTS[1]} has not" in line and "No route to host" in line], (
         output
