@@ -19,7 +19,7 @@ GROUPS = {
         "sft": ("hybridrl.main_sft", "supervised fine-tuning on demonstrations"),
         "rm": ("hybridrl.main_rm", "train a reward model on pairs of responses"),
         "sweep": ("hybridrl.main_ppo", "train with several values: hybridrl sweep key=a,b ..."),
-        "launch": ("hybridrl.launch", "train on several machines, by Slurm, ssh, KubeRay, SkyPilot"),
+        "launch": ("hybridrl.launch", "train on machines of Slurm, ssh, KubeRay or SkyPilot"),
     },
     "watch": {
         "report": ("hybridrl.report", "the page of a run, or of several; --live while it runs"),
