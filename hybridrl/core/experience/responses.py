@@ -130,7 +130,8 @@ class ResponseStore:
         store when the response was sampled, as the score may come in a later step."""
         if (carried := self.carried.get(request.key)) is not None:
             carried.score = score
-        with contextlib.suppress(TypeError, ValueError, RecursionError):  # a reward may return what JSON cannot hold
+        # A reward may return what JSON cannot hold: such a response is only sampled again after a kill.
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
             self._spool(origin, request, StoredResponse(completion, score))
 
     @property
