@@ -109,7 +109,7 @@ def test_few_open_files_are_a_warning():
 
 
 def with_addresses(*addresses: str, local: bool = False, **of_last: str) -> list[tuple[str, str]]:
-    """What is reported of machines a, b, ... with these addresses in Ray, the last of which has other facts."""
+    """The findings of machines a, b, ... with these addresses in Ray; the last one has other facts."""
     plain = FACTS | dict.fromkeys(VARIABLES, "") | {GLOO: ""}
     machines = {
         name: plain | {ADDRESS: f"{address} on eth0", INTERFACES: "eth0 10.0.0.1" if local else f"eth0 {address}"}

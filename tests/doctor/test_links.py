@@ -1,4 +1,4 @@
-"""Which pairs of machines are measured, and which of their links are odd; without a network."""
+"""Links between machines: the pairs that are measured, and those that are odd; without a network."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Where the processes of a run are, by the groups of devices that a session has reserved; without Ray."""
+"""Placement of a run's processes, by the groups of devices that a session has reserved; without Ray."""
 
 from pathlib import Path
 
