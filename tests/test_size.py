@@ -15,7 +15,7 @@ LINES = {
     "checkpoint": 2028,
     "compat": 3247,
     "config": 5418,
-    "core": 15387,
+    "core": 15395,
     "data": 2788,
     "doctor": 5163,
     "environments": 182,
@@ -30,7 +30,7 @@ LINES = {
     "tracking": 2010,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 61743
+TOTAL = 61751
 FILES = {"core": 76, "hybridrl": 289}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "launch", "serve")

@@ -301,7 +301,10 @@ def _scored(
 ) -> None:
     """Pass on the score of an episode, in any thread."""
     if isinstance(score, Score):
-        keep(place, score)
+        try:
+            keep(place, score)
+        except Exception as error:  # ends the call, which would wait for this score otherwise
+            score = error
     arrivals.put((*together[place], score))
 
 

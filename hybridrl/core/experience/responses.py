@@ -130,9 +130,14 @@ class ResponseStore:
         store when the response was sampled, as the score may come in a later step."""
         if (carried := self.carried.get(request.key)) is not None:
             carried.score = score
-        # A reward may return what JSON cannot hold: such a response is only sampled again after a kill.
-        with contextlib.suppress(TypeError, ValueError, RecursionError):
+        try:
             self._spool(origin, request, StoredResponse(completion, score))
+        except (
+            TypeError,
+            ValueError,
+            RecursionError,
+        ):  # JSON cannot hold it: the response is scored again after a kill
+            self._spool(origin, request, StoredResponse(completion))
 
     @property
     def spool_origin(self) -> str:

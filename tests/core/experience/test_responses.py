@@ -402,3 +402,17 @@ def test_a_full_disk_costs_the_spool_and_is_reported_once(tmp_path, capsys):
 def test_a_directory_that_cannot_be_made_costs_the_spool(tmp_path):
     (tmp_path / "spool").touch()
     assert_undisturbed(experience(spool(tmp_path)))
+
+
+def test_a_response_whose_score_json_cannot_hold_is_stored_without_it(tmp_path):
+    request, completion = (
+        Request(0, 0, [1, 2], 7, Sampling(4, (0,))),
+        Completion(np.array([3, 4]), np.zeros(2), False, 0),
+    )
+    first = spool(tmp_path)
+    first.open(1, "w")
+    first.add_score(first.spool_origin, request, completion, Score(1.0, {"seen": {5}}))
+    again = spool(tmp_path)
+    again.open(1, "w")
+    stored = required(again.find(request))
+    assert stored.completion.token_ids.tolist() == [3, 4] and stored.score is None
