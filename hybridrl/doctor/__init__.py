@@ -10,6 +10,7 @@ with the entry point `"doctor.mine" = "my_package.checks:MINE"` (hybridrl/plugin
 import argparse
 import json
 import pkgutil
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -31,6 +32,7 @@ from hybridrl.runtime.guard import ended_by_closed_pipe
 from hybridrl.tracking.console import Terminal, print_text
 from hybridrl.tracking.secrets import mask_text, mask_values, remember
 
+RENAME = "give every machine a name of its own, or list addresses"
 STYLES: dict[Severity, str] = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 
 
@@ -143,6 +145,24 @@ def config_of_run(directory: Path, overrides: Sequence[str] = (), *, offline: bo
     config = resolved.accept()
     remember(asdict(config))
     return config
+
+
+def read_hosts(file: Path) -> list[str]:
+    """Return the hosts of a file: a name or an address per line, each once, with comments after #. Raises
+    ConfigError."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--hosts {file}: it cannot be read: {error}", fix="name a file of UTF-8") from error
+    hosts = [line for line in lines if line]
+    for host in hosts:
+        if not re.fullmatch(r"\w[\w.:-]*", host):
+            raise ConfigError(f"--hosts {file}: {host!r} is not a name or an address", fix="list a host per line")
+        if hosts.count(host) > 1:
+            raise ConfigError(f"--hosts {file}: {host} is in it more than once", fix=f"list it once; {RENAME}")
+    if not hosts:
+        raise ConfigError(f"--hosts {file}: it names no host", fix="list a host per line")
+    return hosts
 
 
 def print_result(result: Any, *, as_json: bool) -> int:

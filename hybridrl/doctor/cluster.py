@@ -37,7 +37,7 @@ from hybridrl.core.cluster.session import (
     read_machines,
     read_nodes,
 )
-from hybridrl.doctor import resolve
+from hybridrl.doctor import read_hosts, resolve
 from hybridrl.doctor.facts import (
     ADDRESS,
     CLOCK,
@@ -53,7 +53,7 @@ from hybridrl.doctor.facts import (
     on_interface,
     script_of,
 )
-from hybridrl.doctor.joining import check_hosts, check_room, missing_hosts, read_hosts, wait_until
+from hybridrl.doctor.joining import check_hosts, check_room, missing_hosts, wait_until
 from hybridrl.doctor.links import LINK_SECONDS, Link, Pair, measure_link, pairs_of, reach, report_links
 from hybridrl.runtime.environment import joins, worker_environment
 from hybridrl.runtime.guard import end_with_parent
@@ -316,7 +316,7 @@ def run(options: argparse.Namespace) -> Findings:
         findings.error("cluster.ray", "no Ray cluster is named: neither RAY_ADDRESS nor ray_init.address is set", START)
     else:
         with findings.gathered("cluster.hosts"):
-            hosts = read_hosts(options.hosts)
+            hosts = read_hosts(options.hosts) if options.hosts else []
             with findings.gathered("cluster.ray"):
                 _check_cluster(resolved.config, hosts, options, findings)
     return findings

@@ -3,15 +3,15 @@ each lacks for a run."""
 
 import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from hybridrl.config import PPOConfig
 from hybridrl.config.checks.training import CPU_SLOT_BYTES
-from hybridrl.config.findings import ConfigError, Findings
+from hybridrl.config.findings import Findings
 from hybridrl.core.cluster.session import RayMachine, RayNode, describe_room, missing_machines, request_of
+from hybridrl.doctor import RENAME
 from hybridrl.doctor.machine import GIB, TOKEN_BYTES
 from hybridrl.plugins import load as plugin
 from hybridrl.runs.placement import describe, expected_groups, place_processes
@@ -20,22 +20,6 @@ from hybridrl.tracking.faults import last_lines
 
 POLL_SECONDS, REPORT_SECONDS = 1.0, 60.0
 LOG_BYTES, SHOWN_CHARACTERS = 1 << 14, 300
-RENAME = "give every machine a name of its own, or list addresses"
-
-
-def read_hosts(file: Path | None) -> list[str]:
-    """Return the hosts of a file, a name or an address per line. Raises ConfigError."""
-    if file is None:
-        return []
-    try:
-        hosts = file.read_text(encoding="utf-8").split()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--hosts {file} cannot be read: {error}") from error
-    twice = [host for host, count in Counter(hosts).items() if count > 1]
-    if twice or not hosts:
-        cause = f"{', '.join(twice)} is in it more than once" if twice else "it names no host"
-        raise ConfigError(f"--hosts {file}: {cause}", fix=f"list a host per line; {RENAME}")
-    return hosts
 
 
 def wait_until(lacking: Callable[[], list[str]], deadline: float) -> bool:

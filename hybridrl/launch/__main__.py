@@ -17,7 +17,7 @@ import yaml
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.config.load import resolve_config
-from hybridrl.doctor import KEYS, Command
+from hybridrl.doctor import KEYS, Command, read_hosts
 from hybridrl.launch import render
 from hybridrl.runtime import EXIT_REJECTED
 from hybridrl.tracking.console import print_text
@@ -65,25 +65,13 @@ def check(options: argparse.Namespace) -> None:
     interfaces = {"GLOO_SOCKET_IFNAME": options.interface, "NCCL_SOCKET_IFNAME": options.interface}
     options.env = [*(interfaces if options.interface else {}).items(), *(text.split("=", 1) for text in options.env)]
     if engine == "ssh":
-        options.hosts = read_hosts(options.hosts)
+        options.hosts = read_hosts(Path(options.hosts))
         options.nodes = options.nodes or len(options.hosts)
         if not options.min_nodes <= options.nodes == len(options.hosts):
             cause = f"--nodes {options.nodes} --min-nodes {options.min_nodes} for {len(options.hosts)} hosts"
             raise ConfigError(cause, fix="leave --nodes out, and lower --min-nodes")
     passed_on = {"time": "--time=", "partition": "--partition=", "account": "--account=", "user": "-l"}
     options.further[:0] = [f"{flag}{value}" for name, flag in passed_on.items() if (value := vars(options)[name])]
-
-
-def read_hosts(file: str) -> list[str]:
-    """Return the names in a file, one per line, with comments after #. Raises ConfigError."""
-    try:
-        lines = [line.partition("#")[0].strip() for line in Path(file).read_text(encoding="utf-8").splitlines()]
-        hosts = [line for line in lines if line]
-        if not hosts or len({*hosts}) < len(hosts) or not all(re.fullmatch(r"\w[\w.-]*", host) for host in hosts):
-            raise ValueError(f"{', '.join(hosts)}: one name or address per line is expected, each once")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--hosts {file}: {error}", fix=f"--hosts {OPTIONS['hosts']['use']}") from error
-    return hosts
 
 
 def resolve(options: argparse.Namespace, keys: argparse.Namespace) -> tuple[PPOConfig, list[str]]:

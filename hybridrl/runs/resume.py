@@ -26,7 +26,15 @@ from hybridrl.checkpoint.resume import (
     select_checkpoint,
 )
 from hybridrl.checkpoint.saver import Stateful, read_arrays
-from hybridrl.checkpoint.store import Checkpoint, is_verl, list_checkpoints, read_checkpoint, resumable
+from hybridrl.checkpoint.store import (
+    Checkpoint,
+    is_verl,
+    list_checkpoints,
+    read_checkpoint,
+    resumable,
+    step_directories,
+    step_number,
+)
 from hybridrl.config import ConfigError, PPOConfig, SFTConfig, TrainingConfig
 from hybridrl.config.compose import as_yaml
 from hybridrl.config.files import read_mapping
@@ -174,7 +182,19 @@ def find_checkpoint(
 
     Raises ConfigError if it is not compatible with the run's `settings`, which are its configuration.
     """
-    saved = select_checkpoint(trainer.resume_mode, trainer.resume_from_path, directory, identity.run, say)
+    mode, begin = trainer.resume_mode, Path(trainer.resume_from_path or "").expanduser()
+    continues = mode == "auto" and trainer.resume_from_path is not None
+    if continues and not step_directories(directory) and begin.parent.resolve() != directory.resolve():
+        mode = "resume_path"  # of another run; from its first own checkpoint on, the run resumes from that
+    saved = select_checkpoint(mode, trainer.resume_from_path, directory, identity.run, say)
+    if continues and mode == "auto" and (saved is None or saved.step < step_number(begin)):
+        at = f"step {saved.step}" if saved else "no step"
+        cause = (
+            f"{trainer.experiment_name} continues from {begin.name} (trainer.resume_from_path), and {directory} is at "
+        )
+        raise ConfigError(
+            f"{cause}{at}", fix="first run what trains up to there, or leave trainer.resume_from_path out"
+        )
     if saved is None:
         return None
     if is_verl(saved.path):
@@ -312,10 +332,10 @@ class Adjustments:
         """Apply the adjustments in the checkpoint to resume from, except for keys that were configured differently
         since."""
         trainer, checkpoint = self.config.trainer, None
-        if trainer.resume_mode == "resume_path":
-            checkpoint = read_checkpoint(Path(trainer.resume_from_path).expanduser())
-        elif trainer.resume_mode == "auto":
+        if trainer.resume_mode == "auto":
             checkpoint = next(reversed(resumable(Path(trainer.default_local_dir).expanduser())), None)
+        if checkpoint is None and trainer.resume_mode != "disable":
+            checkpoint = read_checkpoint(Path(trainer.resume_from_path or "").expanduser())
         for key, (before, now) in (checkpoint.state.get("adjusted", {}) if checkpoint else {}).items():
             if self.value(key) == before:
                 self.set(key, now)

@@ -3,8 +3,10 @@
 One rank computes the gradient of a mini-batch, and the old log-probs of its rows, in turn with every row alone and with
 what rows share computed once, each in the micro-batches that the driver plans for it. Cases: 25m and quickstart have
 the prompts and lengths of step.py; `prompt` has prompts of 1,024 tokens, with 8 responses of 64 to 128; `turns` has
-episodes of 8 turns, each a row, as a part of what it wrote leaves the context. Then attention and its gradient alone,
-over one prompt with its responses. The value is the time of rows alone over that of trees.
+episodes of 8 turns, each a row, as a part of what it wrote leaves the context. The value is the time of rows alone
+over that of trees. In `different` every row has a prompt of its own, so that nothing is shared: the other side is the
+same rows with no step that looks for common beginnings. Then attention and its gradient alone, over one prompt with
+its responses.
 """
 
 import argparse
@@ -27,14 +29,14 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.core.algorithms.objective import Divisors
 from hybridrl.core.batch import Batch, pack
-from hybridrl.core.training import attention, fsdp
+from hybridrl.core.training import attention, fsdp, learner
 from hybridrl.core.training.attention import attend
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import policy_objective
 from hybridrl.core.training.model import HOST, LanguageModel
 from hybridrl.core.training.optimizer import Optimizers
-from hybridrl.core.training.packing import each_token_once, pack_rows
+from hybridrl.core.training.packing import ModelInputs, each_token_once, pack_rows
 from hybridrl.core.training.planning import Forest, MicroBatchBudget, MiniBatch, Pieces, plan, plan_trees
 
 QUICKSTART = {
@@ -52,6 +54,7 @@ TARGETS = {
     "prompt": ("at least 3.5", "at least 3.15"),
     "turns": ("at least 2.15", "at least 1.94"),
     "quickstart": ("at least 1.22", "at least 1.1"),
+    "different": ("at least 0.99", "at least 0.99"),
 }
 # Prompt, lengths of its responses, target.
 ATTENTION = {
@@ -118,11 +121,12 @@ def cases(tiny: bool) -> dict[str, tuple[dict[str, int], Batch]]:
         "prompt": (shape, batch_of(responses_to(1, 1024 // part, [*range(64, 129, 9)], draw, ids))),
         "turns": (shape, batch_of(turns(1, draw, ids))),
         "quickstart": (QUICKSTART, batch_of(responses_to(8 // part, 24, quickstart, draw, QUICKSTART["vocab_size"]))),
+        "different": (shape, batch_of(responses_to(32 // part, 24, RESPONSES["25m"].lengths[: 32 // part], draw, ids))),
     }
 
 
 class Sides:
-    """The two sides of a case, on one rank."""
+    """The sides of a case, on one rank: `trees`, rows `alone`, and rows `unsorted`, as they come."""
 
     def __init__(self, shape: dict[str, int], batch: Batch) -> None:
         config = Qwen2Config(**{"tie_word_embeddings": True} | shape)
@@ -134,31 +138,43 @@ class Sides:
         pieces, budget = Pieces.single(batch.lengths.numpy()), MicroBatchBudget(16384)
         self.planned = {"alone": plan(pieces, 1, budget)[0]}
         self.planned["trees"] = plan_trees(pieces, Forest.of([batch]), 1, budget)[0]
+        self.planned["unsorted"] = self.planned["alone"]
+
+    def take(self, side: str) -> None:
+        self.learner.shares = side == "trees"
+        vars(learner)["each_token_once"] = as_they_come if side == "unsorted" else each_token_once
 
     def gradient(self, side: str) -> float:
         """Compute the gradient of a side; return its norm."""
-        self.learner.shares, objective = side == "trees", policy_objective(self.learner, self.loss, None, [])
-        totals = Divisors.of(self.batch)
+        self.take(side)
+        objective, totals = policy_objective(self.learner, self.loss, None, []), Divisors.of(self.batch)
         *_, norm = self.learner.gradient(self.batch, MiniBatch(self.planned[side], totals), objective, 1.0)
         self.learner.optimizers.zero_grad()
         return norm
 
     @torch.no_grad()
     def log_probs(self, side: str) -> None:
-        self.learner.shares = side == "trees"
+        self.take(side)
         for rows in self.planned[side]:
             self.learner.model(self.learner.inputs(self.batch.select(rows)), 1.0, entropies=True)
 
     def computed(self, side: str) -> int:
         """Return the tokens that a side computes."""
-        self.learner.shares = side == "trees"
+        self.take(side)
         return sum(self.learner.lay_out(self.batch.select(rows)).computed for rows in self.planned[side])
 
 
-def compared(what: str, work: Callable[[str], object], rounds: int, target: str, more: str = "") -> Row:
-    seconds = in_turn({side: partial(work, side) for side in ("trees", "alone")}, rounds)
-    ours, theirs = seconds["trees"], seconds["alone"]
-    return Row(what, formatted(ours), f"rows alone {formatted(theirs)}{more}", ratio(theirs, ours), target)
+def as_they_come(inputs: ModelInputs, *_: object) -> ModelInputs:
+    """Stand in for `each_token_once`: every token of every row."""
+    return inputs
+
+
+def compared(
+    what: str, work: Callable[[str], object], rounds: int, target: str, more: str = "", other: str = "alone"
+) -> Row:
+    seconds = in_turn({side: partial(work, side) for side in ("trees", other)}, rounds)
+    ours, theirs = seconds["trees"], seconds[other]
+    return Row(what, formatted(ours), f"rows {other} {formatted(theirs)}{more}", ratio(theirs, ours), target)
 
 
 def ratio(theirs: Seconds, ours: Seconds) -> float:
@@ -195,13 +211,14 @@ def main(options: argparse.Namespace) -> None:
         if options.only not in ("", name):
             continue
         sides, (of_gradient, of_log_probs) = Sides(shape, batch), TARGETS[name]
-        norms = {side: sides.gradient(side) for side in ("trees", "alone")}
-        if abs(norms["trees"] / norms["alone"] - 1) > 1e-3:
+        other = "unsorted" if name == "different" else "alone"
+        norms = {side: sides.gradient(side) for side in ("trees", other)}
+        if abs(norms["trees"] / norms[other] - 1) > 1e-3:
             raise SystemExit(f"{name}: the gradients differ: {norms}")
-        tokens = {side: sides.computed(side) for side in ("trees", "alone")}
+        tokens = {side: sides.computed(side) for side in ("trees", other)}
         more = f"; {tokens['trees']:,} of {int(batch.lengths.sum()):,} tokens"
-        rows.append(compared(f"gradient, {name}", sides.gradient, options.rounds, of_gradient, more))
-        rows.append(compared(f"old log-probs, {name}", sides.log_probs, options.rounds, of_log_probs))
+        rows.append(compared(f"gradient, {name}", sides.gradient, options.rounds, of_gradient, more, other))
+        rows.append(compared(f"old log-probs, {name}", sides.log_probs, options.rounds, of_log_probs, "", other))
     if options.only in ("", "attention"):
         rows += [attention_row(name, options.rounds) for name in ATTENTION]
     report(rows, options.json)

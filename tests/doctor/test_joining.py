@@ -11,9 +11,9 @@ import pytest
 from hybridrl.config import ConfigError, PPOConfig
 from hybridrl.config.findings import Findings
 from hybridrl.core.cluster.session import RayMachine, RayNode
-from hybridrl.doctor import joining
+from hybridrl.doctor import joining, read_hosts
 from hybridrl.doctor.__main__ import main
-from hybridrl.doctor.joining import check_hosts, check_room, missing_hosts, read_hosts, wait_until
+from hybridrl.doctor.joining import check_hosts, check_room, missing_hosts, wait_until
 from tests.doctor.conftest import config_in
 
 A, B = (RayNode(f"node-{letter}", f"10.0.0.{number}", f"10.0.0.{number}", True, 5.0) for letter, number in ("a1", "b2"))
@@ -83,7 +83,12 @@ def test_nodes_that_were_started_with_a_name_are_hosts_of_that_name():
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("a\nb\na\n", "a is in it more than once"), (" \n", "it names no host"), (None, "cannot be read")],
+    [
+        ("a\nb\na\n", "a is in it more than once"),
+        (" \n# a", "it names no host"),
+        ("a b\n", "'a b' is not a name or an address"),
+        (None, "cannot be read"),
+    ],
 )
 def test_a_file_of_hosts_names_each_once(tmp_path: Path, text: str | None, problem: str):
     file = tmp_path / "hosts"
@@ -91,8 +96,8 @@ def test_a_file_of_hosts_names_each_once(tmp_path: Path, text: str | None, probl
         file.write_text(text)
     with pytest.raises(ConfigError, match=problem):
         read_hosts(file)
-    file.write_text("a\nb\n\n")
-    assert read_hosts(file) == ["a", "b"] and read_hosts(None) == []
+    file.write_text("a # the first\nfd00::2\n\n")
+    assert read_hosts(file) == ["a", "fd00::2"]
 
 
 def test_waiting_says_what_is_missing_once_and_ends_when_all_is_there_or_at_the_limit(monkeypatch, capsys):

@@ -26,7 +26,7 @@ from hybridrl.report.contents import Contents
 from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.sections import checkpoints
 from hybridrl.report.verdicts import lights
-from hybridrl.runs.resume import contents_to_load, with_restarts
+from hybridrl.runs.resume import Identity, contents_to_load, find_checkpoint, with_restarts
 from hybridrl.runs.setup import open_checkpoints
 from tests.sections import keys_of_run
 
@@ -174,3 +174,36 @@ def test_moments_that_were_not_saved_are_an_error_where_the_checkpoint_was_named
     with pytest.raises(ConfigError, match=r"no optimizer and extra was saved .*trainer\.reset_optimizer=true resumes"):
         contents_to_load(named, {"actor": ALL}, path)
     assert contents_to_load(named, {"actor": [WHOLE]}, path) == {"actor": ["model"]}
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["a later stage", "another run"])
+def test_a_run_that_continues_a_named_checkpoint_resumes_from_its_own_once_it_has_one(tmp_path, monkeypatch, other):
+    monkeypatch.setattr("hybridrl.runs.resume.check_compatible", lambda *arguments: None)
+    own = tmp_path / "run"
+    before = tmp_path / "other" if other else own
+    begin = f"trainer.resume_from_path={before}/global_step_3"
+    trainer = trainer_of(tmp_path, begin, "trainer.experiment_name=second", f"trainer.default_local_dir={own}")
+
+    def chosen() -> Path:
+        found = find_checkpoint(trainer, {}, own, Identity("data", "run", {}), say=print)
+        assert found is not None
+        return found.path
+
+    cause = "there is no such checkpoint" if other else r"second continues from global_step_3 .* is at no step"
+    with pytest.raises(ConfigError, match=cause):
+        chosen()
+    save(before, {"actor": ALL}, 2)
+    if not other:
+        with pytest.raises(ConfigError, match=r"second continues from global_step_3 .* is at step 2; first run what"):
+            chosen()
+    save(before, {"actor": ALL}, 3)
+    assert chosen() == before / "global_step_3"
+    save(own, {"actor": ALL}, 4)
+    assert chosen() == own / "global_step_4"
+    assert trainer.resume_mode == "auto"  # by the same command
+
+
+@pytest.mark.parametrize("path", ["checkpoints", "run/global_step_3/actor"])
+def test_a_run_can_continue_from_a_checkpoint_only(tmp_path, path):
+    with pytest.raises(ConfigError, match=r"compares its step .*name \.\.\./global_step_N"):
+        trainer_of(tmp_path, f"trainer.resume_from_path={path}")

@@ -3,6 +3,7 @@
 Checks keys against one another and against this machine; each value by itself was checked when it was read.
 """
 
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +32,7 @@ from hybridrl.config.schema import (
 )
 
 HIGHEST_TEMPERATURE, HIGHEST_LR = 1.5, 1e-3
+CHECKPOINT = re.compile(r"(^|/)global_step_\d+/*$")
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 
 
@@ -84,9 +86,6 @@ def resolve_ppo(config: PPOConfig, findings: Findings, machine: Machine | None =
     saved = {f"{ACTOR}.checkpoint": actor.checkpoint}
     saved |= {"critic.checkpoint": config.critic.checkpoint} if config.critic.enable else {}
     training.check_save_contents(trainer, saved, check)
-    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
-        cause = "has no effect without trainer.resume_mode=resume_path"
-        check.warn("trainer.resume_from_path trainer.resume_mode", cause)
     if trainer.val_only and not data.val_files:
         check.error("trainer.val_only data.val_files", "there is nothing to validate", "set data.val_files")
 
@@ -120,6 +119,11 @@ def _resolve_run(
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         fix = "set trainer.resume_from_path=.../global_step_N"
         check.error("trainer.resume_mode trainer.resume_from_path", "no checkpoint is named", fix)
+    if trainer.resume_from_path and trainer.resume_mode == "disable":
+        check.warn("trainer.resume_from_path trainer.resume_mode", "has no effect with trainer.resume_mode=disable")
+    elif trainer.resume_from_path and trainer.resume_mode == "auto" and not CHECKPOINT.search(trainer.resume_from_path):
+        cause = "trainer.resume_mode=auto compares its step with those of the run's directory"
+        check.error("trainer.resume_from_path trainer.resume_mode", cause, "name .../global_step_N")
     if trainer.max_restarts and trainer.resume_mode == "disable":
         cause = "with resume_mode=disable there is nothing to restart from"
         check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
