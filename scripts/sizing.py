@@ -1,8 +1,9 @@
-"""Number of GPUs that a model takes: `python scripts/sizing.py` writes the tables of docs/machines.md, some of which a
-test compares.
+"""Number of GPUs that a model takes: `python scripts/sizing.py` writes the tables of docs/machines.md and of
+docs/long_reasoning.md, some of which a test compares.
 
 The doctor plans (docs/memory.md) GRPO without a reference model for Qwen2.5's sizes, on more and more GPUs until
-it fits; and for mixtures what each layout holds and moves. Nothing is loaded; the plan itself was not measured on CUDA.
+it fits; for mixtures what each layout holds and moves; and the stages of recipes/long_reasoning. Nothing is loaded; the
+plan itself was not measured on CUDA.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from hybridrl.config import PPOConfig
@@ -17,7 +19,8 @@ from hybridrl.config.load import resolve_config
 from hybridrl.doctor.memory import Plan, PlannedRun, make_plans
 from hybridrl.doctor.memory_sizes import Models, Shard, read_models
 
-PAGE = Path(__file__).parent.parent / "docs" / "machines.md"
+TOP = Path(__file__).parent.parent
+PAGE, LONG_PAGE = TOP / "docs" / "machines.md", TOP / "docs" / "long_reasoning.md"
 BEGIN, MIXED, END = "<!-- scripts/sizing.py -->\n", "<!-- scripts/sizing.py, mixtures -->\n", "<!-- end -->\n"
 # Layers, hidden, intermediate, query heads, key heads, vocabulary: the config.json of Qwen2.5 on the hub.
 SHAPES = {
@@ -56,6 +59,7 @@ LAYOUTS = {"FSDP": (), "EP 8": EP, "TP 2 x EP 8": (*EP, f"{ACTOR}.tensor_paralle
 # How a mixture is made to fit, and the full rows that a GPU's part of a cache must then hold.
 MEANS = {"yes": (), "both offloads": OFFLOADS, "`offload_policy`": (f"{ACTOR}.offload_policy=true",)}
 MIXTURE_TOKENS, MIXTURE_ROWS = 16384, 8
+STAGES, LONG_GPUS, LONG_SIZES = ("stage1_8k", "stage2_16k", "stage3_32k"), (1, 8, 64), ("1.5B", "7B")
 MIXTURE_GPUS = {"Qwen3-30B-A3B": (8, 128), "Qwen3-235B-A22B": (8, 32, 128), "DeepSeek-V3": (8, 128)}
 
 MODELS: dict[tuple, Models] = {}  # read already, by name, division and rank of the adapter
@@ -152,6 +156,40 @@ def mixture_rows(runs: Iterable[tuple[str, int]]) -> Iterator[str]:
             yield f"| {' | '.join(cells)} |\n"
 
 
+def long_rows(stages: Iterable[str] = STAGES) -> Iterator[str]:
+    """The rows of the table of long reasoning: on GPUs of 80 GB, in GB per GPU, and responses of the full length."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        write_models(root)
+        for stage, size, gpus in product(stages, LONG_SIZES, LONG_GPUS):
+            print(f"{stage}, {size} on {gpus} ...", flush=True)
+            keys = [f"data.{part}_files={root / 'rows.jsonl'}" for part in ("train", "val")]
+            keys += ["trainer.device=cuda", f"actor_rollout_ref.model.path={root / size}"]
+            keys += [
+                f"trainer.n_gpus_per_node={min(gpus, PER_MACHINE)}",
+                f"trainer.nnodes={max(gpus // PER_MACHINE, 1)}",
+            ]
+            keys += ["actor_rollout_ref.rollout.gpu_memory_utilization=0.5"] if gpus == 1 else []
+            config = resolve_config(PPOConfig, keys, stage, TOP / "recipes" / "long_reasoning", offline=True).config
+            assert config is not None
+            run = PlannedRun(config, read_models(config), 80e9)
+            needs = make_plans(run)[0].needs
+            rollout, update = (needs[phase].total() for phase in ("rollout", "policy update"))
+            fits = "yes" if max(rollout, update) <= (1 - SPARE) * 80e9 else "no"
+            held = int(run.cache // run.row_bytes) * gpus // config.actor_rollout_ref.rollout.tensor_model_parallel_size
+            step = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+            cells = [
+                stage,
+                size,
+                str(gpus),
+                f"{rollout / 1e9:.1f}",
+                f"{update / 1e9:.1f}",
+                fits,
+                f"{min(held, step):,}",
+            ]
+            yield f"| {' | '.join(cells)} |\n"
+
+
 def _layout_cells(shards: Sequence[Shard]) -> Iterator[str]:
     moved = [shard.moved(MIXTURE_TOKENS, recomputed=True) for shard in shards]
     yield _layouts(shard.parameters + shard.gradients + shard.moments for shard in shards)
@@ -168,15 +206,15 @@ def _layouts(sizes: Iterable[float]) -> str:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    text = PAGE.read_text(encoding="utf-8")
     mixtures = [(size, gpus) for size in MIXTURES for gpus in MIXTURE_GPUS[size]]
     of_gpus = ["model", *(f"{memory} GB" for memory in GPUS)]
     of_mixtures = ["model", "GPUs", "held", "gathered", "moved", "break-even", "fits in 80 GB, host"]
-    for begin, heads, made in ((BEGIN, of_gpus, rows(SHAPES)), (MIXED, of_mixtures, mixture_rows(mixtures))):
-        before, _, rest = text.partition(begin)
+    of_stages = ["stage", "model", "GPUs", "rollout", "update", "fits in 80 GB", "full responses at once, of 1,024"]
+    tables = [(PAGE, BEGIN, of_gpus, rows(SHAPES)), (PAGE, MIXED, of_mixtures, mixture_rows(mixtures))]
+    for page, begin, heads, made in (*tables, (LONG_PAGE, BEGIN, of_stages, long_rows())):
+        before, _, rest = page.read_text(encoding="utf-8").partition(begin)
         table = f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}\n" + "".join(made)
-        text = f"{before}{begin}{table}{END}{rest.partition(END)[2]}"
-    PAGE.write_text(text, encoding="utf-8")
+        page.write_text(f"{before}{begin}{table}{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ def test_rows_of_the_page_are_those_of_the_plan() -> None:
     script = runpy.run_path(str(TOP / "scripts" / "sizing.py"))
     mixtures = [("Qwen3-30B-A3B", 8), ("Qwen3-235B-A22B", 32), ("DeepSeek-V3", 8)]
     made = [*script["rows"](["0.5B", "3B"]), *script["mixture_rows"](mixtures)]
-    page = (TOP / "docs" / "machines.md").read_text(encoding="utf-8")
+    made += script["long_rows"](["stage3_32k"])
+    page = "".join((TOP / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("machines", "long_reasoning"))
     assert [row for row in made if row not in page] == [], "run: python scripts/sizing.py"
 
 
