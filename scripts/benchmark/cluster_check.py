@@ -37,7 +37,10 @@ def measure(nodes: int) -> Cost:
     """Check a cluster of stand-ins."""
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # Ray's sockets need a short path
     options = {"num_cpus": 1, "include_dashboard": False, "temp_dir": directory}
+    Path(directory, "ray").mkdir()
+    os.environ["RAY_TMPDIR"] = directory  # the address is written there, where no Ray may ever have been
     cluster = Cluster(initialize_head=True, head_node_args=options)
+    del os.environ["RAY_TMPDIR"]
     try:
         for _ in range(nodes - 1):
             cluster.add_node(num_cpus=1)

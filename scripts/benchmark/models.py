@@ -105,8 +105,10 @@ def sharded_model(shape: str) -> LanguageModel:
     sharded = shard(model, FSDP, layout("cpu", ranks, ranks)).to_empty(device="cpu")
     base = sharded.model.model
     base.rotary_emb = type(base.rotary_emb)(config)  # its frequencies are not parameters
-    for name, parameter in base.named_parameters():
+    for name, parameter in sharded.model.named_parameters():
         own = local(parameter.detach())
         # The layers' outputs outweigh the embedding: otherwise a greedy response would repeat one token.
         own.fill_(1) if name.endswith("norm.weight") else own.normal_(std=0.001 if "embed" in name else 0.05)
+    if config.tie_word_embeddings:  # `to_empty` gives the head a memory of its own
+        local(sharded.model.lm_head.weight.detach()).copy_(local(base.embed_tokens.weight.detach()))
     return sharded

@@ -28,7 +28,7 @@ from hybridrl.core.algorithms.algorithm import loss_terms
 from hybridrl.core.batch import Batch
 from hybridrl.core.carried import UNROUTED
 from hybridrl.core.training.attention import sequence_group
-from hybridrl.core.training.fsdp import reshard, shard_and_fill
+from hybridrl.core.training.fsdp import local, reshard, shard_and_fill
 from hybridrl.core.training.layout import layout
 from hybridrl.core.training.learner import Learner
 from hybridrl.core.training.losses import LossConfig, policy_objective
@@ -49,6 +49,7 @@ GROUPED = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace"
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
 LATENT |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 QWEN3_MOE = Qwen3MoeConfig(**SMALL, **MIXTURE, num_key_value_heads=2, num_experts=8, head_dim=8, norm_topk_prob=True)
+RECURRENCE = "a recurrence along the text"  # its gradient amplifies rounding
 FAMILIES = {
     "dense": Qwen3Config(**SMALL, num_key_value_heads=2, head_dim=8),
     "a mixture": QWEN3_MOE,
@@ -65,9 +66,7 @@ FAMILIES = {
         n_group=2,
         topk_group=1,
     ),
-    "a recurrence along the text": Qwen3_5MoeTextConfig(
-        **SMALL, **MIXTURE, **LINEAR, num_experts=8, shared_expert_intermediate_size=24
-    ),
+    RECURRENCE: Qwen3_5MoeTextConfig(**SMALL, **MIXTURE, **LINEAR, num_experts=8, shared_expert_intermediate_size=24),
     "minimax": MiniMaxConfig(
         **SMALL,
         num_key_value_heads=2,
@@ -105,9 +104,6 @@ class Sizes:
 
 
 ALONE = Sizes(1)
-# Of a parameter's gradient. That of a recurrence amplifies rounding: weights that differ by 6e-8 of themselves, as much
-# as float32 rounds, change it by 1.7e-5 to 3.8e-5 on one processor (three draws).
-ROUNDING = {"a recurrence along the text": 4e-5}
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +215,28 @@ def alone(paths, rows):
     return on_ranks(1, computed, paths, rows, ALONE)[0]
 
 
+def rounded(path: str, rows: Batch) -> list[Computed]:
+    """The same of weights that differ by as much as float32 rounds, in three draws."""
+    found, without = [], replace(rows, carried={})
+    for seed in range(3):
+        learner, generator = build(path, ALONE), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in map(local, learner.model.parameters()):
+                weight.mul_(1 + 6e-8 * (2 * torch.rand(weight.shape, generator=generator) - 1))
+        found.append(_computed(learner, without, share(rows, ALONE)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def limits(paths, rows, alone) -> dict[str, float]:
+    """The error that is allowed of a parameter's gradient where 5e-6 is less than what rounding does on this processor:
+    seen are 1.7e-5 to 7.8e-5."""
+    draws = on_ranks(1, rounded, paths[RECURRENCE], rows)[0]
+    return {RECURRENCE: 2 * max(worst(gradient, alone[RECURRENCE][1]) for _, gradient, _ in draws)}
+
+
 @pytest.mark.parametrize("name", SLOW)
-def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, name) -> None:
+def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, limits, name) -> None:
     sizes = LAYOUTS[name]
     families = [name for name in paths if sizes.expert == 1 or name != "dense"]
     if sizes.tensor > 1:
@@ -233,7 +249,7 @@ def test_log_probs_and_gradients_are_those_of_one_process(paths, rows, alone, na
             for row, of_row in log_probs.items():
                 torch.testing.assert_close(of_row, right_log_probs[row], rtol=5e-6, atol=5e-6)
             assert gradient.keys() == right.keys()
-            assert worst(gradient, right) < ROUNDING.get(family, 5e-6), family
+            assert worst(gradient, right) < limits.get(family, 5e-6), family
             assert norm == pytest.approx(right_norm, rel=5e-6)
 
 
