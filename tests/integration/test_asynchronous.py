@@ -21,7 +21,7 @@ def synchronous(overrides, tmp_path_factory):
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_with_a_threshold_of_zero_a_run_is_the_synchronous_one(overrides, synchronous, tmp_path):
     more = {"trainer.total_training_steps": 3, "trainer.v1.trainer_mode": "colocate_async"}
     finish(start("main_ppo", overrides(tmp_path, more | {"trainer.v1.sampler.max_off_policy_threshold": 0})))
@@ -65,7 +65,7 @@ def check_audit(episodes: list[dict], oldest: float) -> None:
         assert episode["weights"] == pytest.approx(np.exp(ratios).clip(max=2).tolist(), abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_run_that_is_killed_with_responses_under_way_ends_as_one_that_never_was(overrides, tmp_path):
     def arguments(name: str) -> list[str]:
         more = {"trainer.deterministic": True, "trainer.total_training_steps": 5, "trainer.save_freq": 1}
@@ -84,8 +84,8 @@ def test_a_run_that_is_killed_with_responses_under_way_ends_as_one_that_never_wa
     assert compared_metrics(tmp_path / "killed") == unbroken
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("component", ["raylet/raylet", pytest.param("gcs/gcs_server", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("component", ["raylet/raylet", "gcs/gcs_server"])
 def test_a_lost_ray_restarts_the_run_by_its_name(overrides, tmp_path, component):
     more = {"trainer.total_training_steps": 6, "trainer.save_freq": 1, "trainer.max_restarts": 1}
     keys = overrides(tmp_path, more | CONTINUED)

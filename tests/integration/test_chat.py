@@ -39,7 +39,10 @@ def test_a_prompt_and_the_first_line_of_a_pipe_get_the_same_response_and_nothing
     assert every.startswith(once) and every.endswith(once) and len(every) > 2 * len(once)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(number, marks=pytest.mark.drill) for number in (signal.SIGTERM, signal.SIGKILL))],
+)
 def test_however_it_ends_while_it_responds_nothing_is_left(tiny, tmp_path, monkeypatch, number):
     name = f"CHAT={tmp_path}"
     monkeypatch.setenv("CHAT", str(tmp_path))

@@ -7,6 +7,7 @@ from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
 from tests.vision_models import noise_picture, write_model_that_sees
@@ -21,6 +22,7 @@ def url(picture: Image.Image) -> str:
     return "data:image/png;base64," + b64encode(file.getvalue()).decode()
 
 
+@pytest.mark.drill
 def test_responses_depend_on_pictures_and_are_found_again(tmp_path):
     """Greedy responses to the same question with three pictures, two of which are equal, and to one without."""
     pictures = [noise_picture(80, 50), noise_picture(80, 50, 1), noise_picture(80, 50)]

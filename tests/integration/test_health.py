@@ -15,8 +15,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("code", ["score-fall", pytest.param("value-loss-rise", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("code", ["score-fall", "value-loss-rise"])
 def test_a_fault_of_training_is_reported_within_steps(code, overrides, tmp_path):
     reward, keys, begins, latest = FAULTS[code]
     (tmp_path / "reward.py").write_text(

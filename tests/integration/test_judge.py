@@ -51,6 +51,7 @@ def responses(directory: Path) -> set[tuple[str, str]]:
     return {(sample["input"].removeprefix("user: "), sample["output"]) for sample in map(json.loads, lines)}
 
 
+@pytest.mark.drill
 def test_a_run_that_is_killed_in_three_steps_requests_only_what_was_in_progress_again(arguments, tmp_path):
     run, stalled, left = tmp_path / "run", list[str](), sys.maxsize  # replies until the server stalls
 

@@ -40,7 +40,7 @@ def faces(directory: Path) -> dict[str, list[str]]:
     return {name: [one for one in names if one.split(".")[1] in FACES] for name, names in holds.items()}
 
 
-@pytest.mark.parametrize("more", [{}, AGENT], ids=["responses", "episodes"])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.drill), AGENT], ids=["responses", "episodes"])
 def test_no_rank_and_no_server_of_a_run_loads_a_face(more, overrides, tmp_path):
     (tmp_path / "probe.py").write_text(f"DIRECTORY = {str(tmp_path)!r}\n{PROBE}")
     keys = STEPS | more | {"actor_rollout_ref.model.external_lib": f"[{tmp_path}/probe.py]"}

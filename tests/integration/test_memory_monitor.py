@@ -5,7 +5,7 @@ import pytest
 from tests.integration.test_run import finish, start
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_run_that_the_memory_monitor_kills_is_restarted_and_ends_by_name(tiny, tmp_path):
     """It kills whatever uses memory, as the machine always uses more than a thousandth of its own."""
     values = {

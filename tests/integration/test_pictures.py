@@ -127,8 +127,8 @@ def test_engines_and_trainers_agree_on_two_ranks_and_the_merged_model_sees(argum
     "more",
     [
         {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.actor.optim.lr": 0.05},
-        {"actor_rollout_ref.actor.freeze_vision_tower": True},
-        {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 200},
+        pytest.param({"actor_rollout_ref.actor.freeze_vision_tower": True}, marks=pytest.mark.drill),
+        pytest.param({"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 200}, marks=pytest.mark.drill),
     ],
 )
 def test_they_agree_with_adapters_a_frozen_tower_and_small_micro_batches(arguments, tmp_path, more):
@@ -141,7 +141,14 @@ ENVIRONMENT = {"actor_rollout_ref.rollout.multi_turn.environment": f"{ALBUM}:Alb
 AGENT = {"actor_rollout_ref.rollout.agent.path": ALBUM, "actor_rollout_ref.rollout.agent.name": "album"}
 
 
-@pytest.mark.parametrize(("runner", "mode"), [(ENVIRONMENT, "sync"), (ENVIRONMENT, "colocate_async"), (AGENT, "sync")])
+@pytest.mark.parametrize(
+    ("runner", "mode"),
+    [
+        pytest.param(ENVIRONMENT, "sync", marks=pytest.mark.drill),
+        (ENVIRONMENT, "colocate_async"),
+        pytest.param(AGENT, "sync", marks=pytest.mark.drill),
+    ],
+)
 def test_they_agree_on_the_pictures_of_environments_and_agents(arguments, tmp_path, runner, mode):
     often = write_model_that_sees(tmp_path / "often")  # the responses of a random model should end by themselves
     (often / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, *range(110, 200)]}))
@@ -167,6 +174,7 @@ def test_they_agree_on_the_pictures_of_environments_and_agents(arguments, tmp_pa
     assert all((tmp_path / "samples" / image["file"]).is_file() for of_record in images for image in of_record)
 
 
+@pytest.mark.drill
 def test_a_killed_run_ends_as_one_that_never_was(arguments, tmp_path):
     # Otherwise the last digits of an engine's log-probs depend on the batches in which requests happen to arrive.
     one = {"trainer.n_gpus_per_node": 1, "actor_rollout_ref.rollout.full_determinism": True}
@@ -185,7 +193,8 @@ def test_a_killed_run_ends_as_one_that_never_was(arguments, tmp_path):
     assert all(torch.equal(resumed[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
 def test_after_a_kill_in_a_rollout_no_response_is_used_for_another_picture(arguments, tmp_path, mode):
     """Of eight rows the pictures of two are exchanged before the run continues. What was sampled is kept once it has a
     score, as nearly all of a step do at the kill; up to 8 are to the rows with another picture."""

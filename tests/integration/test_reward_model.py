@@ -196,7 +196,7 @@ def test_a_trained_reward_model_prefers_what_pairs_do_and_loads_in_transformers_
     assert "hybridrl rm " in (tmp_path / "merged" / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_adapters_on_two_ranks_that_share_rows_are_resumed_exactly_and_merged(tiny, pairs, tmp_path):
     """With the run of one rank as the reference."""
 
@@ -231,7 +231,9 @@ def test_adapters_on_two_ranks_that_share_rows_are_resumed_exactly_and_merged(ti
     assert whole[8]["val/margin"] == pytest.approx(margin(tmp_path / "peft", pairs), abs=1e-4)
 
 
-@pytest.mark.parametrize("function", [None, Path(__file__).parent / "length_reward.py"])
+@pytest.mark.parametrize(
+    "function", [pytest.param(None, marks=pytest.mark.drill), Path(__file__).parent / "length_reward.py"]
+)
 def test_a_run_with_a_trained_reward_model_alone_and_one_with_a_function_too(
     function, overrides, tiny, classifier, trained, tmp_path
 ):

@@ -199,7 +199,7 @@ def answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_one_device_in_a_joined_ray_gives_the_same_samples_and_survives_a_faulty_grader(
     two_slots, overrides, running_ray, tmp_path
 ):

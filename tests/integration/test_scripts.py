@@ -230,33 +230,22 @@ RUNS = {
 
 # That take longest: of the product's own parts they use what others do, or what other tests do, so that .ci/run has one
 # of them in turn.
-DRILLS = (
-    *("algorithms", "asynchronous", "compiled", "data_plane", "driver", "engine_memory", "episodes"),
+DRILLS = {
+    *("algorithms", "asynchronous", "compiled", "data", "data_plane", "driver", "engine_memory", "episodes"),
+    *("episodes --sleeping", "evaluation", "fuzz_endpoint", "gpu", "host_floor", "kills", "length_bias", "load_memory"),
     *(
-        "episodes --sleeping",
-        "evaluation",
-        "fuzz_endpoint",
-        "gpu",
-        "host_floor",
-        "kills",
-        "length_bias",
         "lora",
         "memory_plan",
         "merge",
-    ),
-    *(
+        "pictures",
+        "planning",
         "pretrained",
         "reading_pictures",
+        "rewards",
         "save_stall",
-        "sequence_parallel",
-        "start_up",
-        "step",
-        "teacher_update",
-        "threads",
-        "trees",
-        "weight_sync",
     ),
-)
+    *("sequence_parallel", "start_up", "step", "teacher_update", "threads", "trees", "weight_sync"),
+}
 
 
 @pytest.fixture
@@ -286,7 +275,7 @@ def test_every_script_has_a_smallest_run() -> None:
 def test_a_change_calls_for_the_drills_of_the_scripts_that_use_it():
     """The module of `timed_start`, whose name is in a string of `start_up`; a script next to others; any other file."""
     test = "tests/integration/test_scripts.py::test_a_script_runs_at_its_smallest_size"
-    drills = [*(f"{test}[{name}]" for name in DRILLS), "tests/integration/test_silence.py::test_one[sleep]"]
+    drills = [*(f"{test}[{name}]" for name in sorted(DRILLS)), "tests/integration/test_silence.py::test_one[sleep]"]
 
     def scripts(changed: str) -> list[str]:
         return [drill.partition("[")[2].removesuffix("]") for drill in called_for(drills, {changed})]

@@ -81,6 +81,7 @@ def test_a_served_model_gives_its_log_probs_of_a_row_and_its_most_probable_token
     torch.testing.assert_close(log_q.gather(-1, top[..., 0].long()), values, atol=1e-4, rtol=0)  # as ids may be tied
 
 
+@pytest.mark.drill
 def test_a_run_that_is_killed_and_resumed_learns_what_the_teacher_in_the_ranks_teaches(
     address, teacher, arguments, tmp_path
 ):

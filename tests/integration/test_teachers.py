@@ -458,7 +458,7 @@ def test_the_log_probs_of_a_teacher_are_those_of_the_response_after_its_context(
         torch.testing.assert_close(filled[batch.response_row == row], right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 def test_a_killed_run_of_an_average_and_another_model_ends_as_one_that_was_never_killed(overrides, tiny, tmp_path):
     """Their names are those of other models of a run, which has a critic too."""
     rows = [json.loads(line) for line in (tiny / "train.jsonl").read_text().splitlines()[:64]]
