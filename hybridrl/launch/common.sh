@@ -10,7 +10,8 @@ prepare() {
 # head repeats its attempt for that time. Files and ports are those of this Ray only: another one of the user stays.
 node() {
     ended= ray= temporary= address=$1
-    trap 'ended=1; kill -TERM "$ray" 2>/dev/null' TERM
+    # A Ray that waits for a head does not see SIGTERM.
+    trap 'ended=1; kill -TERM "$ray" 2>/dev/null; timeout 5 tail -s 0.2 --pid="$ray" -f /dev/null || kill -KILL "$ray" 2>/dev/null' TERM
     command -v ray >/dev/null && command -v hybridrl >/dev/null || { echo "ray and hybridrl are not on the PATH; see --before"; return 127; }
     [ "$5" = 0 ] || address=$(hybridrl launch address "$1" "$4") || return
     temporary=$(mktemp -d /tmp/ray-XXXXXX) || return
@@ -19,7 +20,7 @@ node() {
     let deadline=SECONDS+$3 rank=$5
     if [ "$rank" = 0 ]; then set -- --head --port="$2" --node-name="$6"; else set -- --address="$1:$2" --node-name="$6"; fi
     while [ -z "$ended" ]; do
-        ray start "$@" --node-ip-address="$address" --temp-dir="$temporary" --block \
+        HYBRIDRL_RAY=$temporary ray start "$@" --node-ip-address="$address" --temp-dir="$temporary" --block \
             --dashboard-agent-listen-port=0 --min-worker-port=0 --max-worker-port=0 --disable-usage-stats &
         ray=$!
         wait "$ray"
@@ -27,6 +28,8 @@ node() {
     done
     wait "$ray"
     status=$?
+    # What outlives its raylet, as Ray's agent does for a minute without a head, has the directory in its environment.
+    grep -lzsxF "HYBRIDRL_RAY=$temporary" /proc/[0-9]*/environ | cut -d/ -f3 | xargs -r kill -KILL 2>/dev/null
     rm -rf "$temporary"
     return "$status"
 }

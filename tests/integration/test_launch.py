@@ -3,11 +3,12 @@ and programs in place of the scheduler."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -73,14 +74,16 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def start(network, overrides, tmp_path, started) -> Callable[..., tuple[Cluster, subprocess.Popen[str]]]:
+def start(network, bystanders, overrides, tmp_path, started) -> Callable[..., tuple[Cluster, subprocess.Popen[str]]]:
     """Start a run of three steps, one device per host, by its file, which is written once per directory."""
 
-    def run(engine: str, name: str, wait: int = WAIT, **variables: str) -> tuple[Cluster, subprocess.Popen[str]]:
+    def run(
+        engine: str, name: str, wait: int = WAIT, hosts: Sequence[str] = HOSTS, interface: str = "nic", **variables: str
+    ) -> tuple[Cluster, subprocess.Popen[str]]:
         place = tmp_path / name
         again = place.exists()
         enter = ("nsenter", f"--net=/run/netns/{network}{HOSTS[0]}")
-        cluster = Cluster(place / str(time.monotonic_ns()), ",".join(HOSTS), *enter, standins=False)
+        cluster = Cluster(place / str(time.monotonic_ns()), ",".join(hosts), *enter, standins=False)
         cluster.run = place / "run"
         keys = {"trainer.total_training_steps": 3, "trainer.device": "cpu", "trainer.nnodes": len(HOSTS)}
         keys |= {
@@ -91,7 +94,8 @@ def start(network, overrides, tmp_path, started) -> Callable[..., tuple[Cluster,
         keys |= {"actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra]"}
         (place / "hosts").write_text("\n".join(HOSTS))
         sizes = ["--nodes", str(len(HOSTS))] if engine == "slurm" else ["--hosts", str(place / "hosts")]
-        words = [engine, *sizes, "--gpus", "0", "--interface", "nic", "--wait", str(wait), "--out", str(place / engine)]
+        options = {"gpus": 0, "interface": interface, "wait": wait, "out": place / engine}
+        words = [engine, *sizes, *(f"--{name}={value}" for name, value in options.items())]
         if not again:
             assert main([*words, "--", *overrides(cluster.run, keys)]) == 0
         return cluster, cluster.start(place / engine, NAMESPACE=network, **variables)
@@ -184,5 +188,52 @@ def test_a_dead_host_is_named_within_the_time_to_wait(engine, start, bystanders,
     assert [line for line in output.splitlines() if f"{HOSTS[1]} has not" in line and "No route to host" in line], (
         output
     )
+    assert cluster.left == []
+    assert_nothing_left(started, bystanders)
+
+
+@both
+def test_after_the_ray_of_a_host_is_killed_the_same_file_ends_as_an_unbroken_run(
+    engine, start, unbroken, bystanders, started, tmp_path
+):
+    whole = unbroken(engine)
+    cluster, process = start(engine, "killed")
+    wait_for_step(cluster, process, 1)
+    raylets = [psutil.Process(pid) for pid in started()]
+    for raylet in raylets:
+        if raylet.name() == "raylet" and f"--node_ip_address={HOSTS[2]}" in raylet.cmdline():
+            raylet.kill()
+    output = cluster.output(process, 300)
+    assert process.returncode not in (0, 130) and cluster.left == [], output
+    assert_nothing_left(started, bystanders)
+    cluster, process = start(engine, "killed")
+    output = cluster.output(process, 900)
+    assert process.returncode == 0, output
+    assert steps(tmp_path / "killed") == steps(whole) and samples(tmp_path / "killed") == samples(whole)
+    assert_nothing_left(started, bystanders)
+
+
+@both
+@pytest.mark.parametrize(
+    ("interface", "expected"),
+    [
+        ("nic9", r"this machine.* has no address nic9 to reach 10\.77\.0\.2: .*--interface names one of lo, nic"),
+        ("lo", r"10\.77\.0\.[23] has not joined Ray; .*10\.77\.0\.[23]\.log ends with: "),
+    ],
+)
+def test_a_wrong_interface_is_named(engine, interface, expected, start, bystanders, started):
+    began = time.monotonic()
+    cluster, process = start(engine, "wrong", wait=20, interface=interface)
+    output = cluster.output(process, 300)
+    assert process.returncode in (1, 2) and time.monotonic() - began < 20 + 20, output  # its Rays end, too
+    assert re.search(expected, output), output
+    assert cluster.left == []
+    assert_nothing_left(started, bystanders)
+
+
+def test_two_hosts_of_one_name_are_named(start, bystanders, started):
+    cluster, process = start("slurm", "twice", hosts=[*HOSTS[:2], HOSTS[1]])
+    output = cluster.output(process, 100)
+    assert process.returncode == 1 and f"{HOSTS[1]} is in it more than once" in output, output
     assert cluster.left == []
     assert_nothing_left(started, bystanders)
