@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hybridrl.config.findings import Findings
 
-SUMS, SMALL_BYTES, LARGE_BYTES, LARGE_SUMS = 20, 1 << 20, 64 << 20, 2
+SUMS, SMALL_BYTES, LARGE_BYTES = 20, 1 << 20, 64 << 20
 SLOW_SECONDS, LINK_SECONDS = 0.1, 30.0  # a small sum that takes longer is the last; limit of all sums
 EVERY_PAIR = 16  # up to this number of machines
 ODD, ODD_MILLISECONDS = 3, 1.0  # times the usual; schedulers alone cause differences below a millisecond
@@ -30,7 +30,7 @@ def measure_link(seconds_of_sum: Callable[[int], float]) -> Link:
     milliseconds = 1000 * min(seconds_of_sum(4) for _ in range(SUMS))
     seconds, size = seconds_of_sum(SMALL_BYTES), SMALL_BYTES
     if seconds < SLOW_SECONDS:
-        seconds, size = min(seconds_of_sum(LARGE_BYTES) for _ in range(LARGE_SUMS)), LARGE_BYTES
+        seconds, size = seconds_of_sum(LARGE_BYTES), LARGE_BYTES
     return Link(milliseconds, size / 1e9 / seconds)
 
 
