@@ -14,24 +14,24 @@ LINES = {
     "agents": 7553,
     "checkpoint": 2028,
     "compat": 3247,
-    "config": 5418,
+    "config": 5422,
     "core": 15395,
     "data": 2788,
-    "doctor": 5163,
+    "doctor": 5167,
     "environments": 182,
     "evaluation": 2305,
     "health": 1074,
-    "launch": 279,
+    "launch": 267,
     "model_merger": 931,
     "report": 2550,
     "rewards": 3797,
-    "runs": 4306,
+    "runs": 4330,
     "runtime": 1604,
     "tracking": 2010,
 }
 # The sum of all budgets. A change that raises one lowers another by as much; only a new capability raises the sum.
-TOTAL = 61751
-FILES = {"core": 76, "hybridrl": 289}
+TOTAL = 61771
+FILES = {"core": 76, "hybridrl": 290}
 KEYS = 461  # of all configurations
 FACES = ("agents", "evaluation", "report", "doctor", "compat", "environments", "launch", "serve")
 # A process that holds a model or an engine, and modules that a run needs: no face is among what they import.

@@ -19,7 +19,7 @@ from hybridrl.core.training.planning import MicroBatchBudget, UpdatePlan
 from hybridrl.doctor.machine import GIB, UTILIZATION
 from hybridrl.doctor.memory_sizes import ENTRY_BYTES, FULL, ITEMSIZE, Models, ModelSizes, Shard, in_gib, read_models
 from hybridrl.plugins import load
-from hybridrl.runs.resume import ACTOR, PPO_SIZES, REF, ROLLOUT
+from hybridrl.runs.attempts import ACTOR, PPO_SIZES, REF, ROLLOUT
 from hybridrl.runs.settings import build_algorithm, policy_loss_config, ppo_worker_config
 from hybridrl.runs.setup import save_times
 

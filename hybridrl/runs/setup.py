@@ -33,9 +33,10 @@ from hybridrl.data.processor import save_readers
 from hybridrl.health import HealthMonitor
 from hybridrl.health.advice import advise
 from hybridrl.health.rules import RULES, custom_rules
+from hybridrl.runs.attempts import Adjusted, with_restarts
 from hybridrl.runs.directory import PLACEMENT, RunDirectory
 from hybridrl.runs.placement import describe, place_session, write_placement
-from hybridrl.runs.resume import Adjusted, ResumePlan, check_complete, restore, with_restarts
+from hybridrl.runs.resume import ResumePlan, check_complete, restore
 from hybridrl.runs.trials import custom_sinks
 from hybridrl.runtime.environment import ForkServer, without_expandable_segments
 from hybridrl.runtime.guard import oom_kills

@@ -21,7 +21,7 @@ from hybridrl.core.training.worker_group import TrainWorkers
 from hybridrl.core.weights.sync import ColocatedSync
 from hybridrl.health import HealthMonitor
 from hybridrl.rewards.score import FaultGuard, Score, diagnosis
-from hybridrl.runs.resume import with_restarts
+from hybridrl.runs.attempts import with_restarts
 from hybridrl.runtime.guard import StopRequest
 from tests.core.cluster.test_group import Call, Died, FakeRay, replace_ray, task_error
 from tests.core.rollout.test_client import FakeServer, client, requests

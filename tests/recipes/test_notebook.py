@@ -21,7 +21,8 @@ def test_the_notebook_trains_a_model_that_shows_its_work(tmp_path: Path) -> None
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
     metrics = read_metrics(tmp_path / "outputs" / "notebook" / "train")
     assert metrics[1]["critic/rewards/mean"] < 0.5 < 0.75 < metrics[15]["critic/rewards/mean"]
-    said = "".join(output["text"] for output in notebook.cells[-2].outputs if output.get("name") == "stdout")
+    last = [cell for cell in notebook.cells if cell.cell_type == "code"][-1]
+    said = "".join(output["text"] for output in last.outputs if output.get("name") == "stdout")
     assert said.endswith("\n#### 1255\n")
 
 

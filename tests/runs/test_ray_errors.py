@@ -31,7 +31,7 @@ from hybridrl.rewards.actors import RemoteScorer, ReplacedActor
 from hybridrl.rewards.pool import ScorerPool
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.rewards.score import ScoringRequest
-from hybridrl.runs.resume import with_restarts
+from hybridrl.runs.attempts import with_restarts
 from hybridrl.runtime import stacks
 from hybridrl.tracking.faults import code_of
 from tests.core.cluster.test_group import Call, FakeRay, replace_ray

@@ -13,7 +13,7 @@ from hybridrl.core.rollout.ladder import EngineOutOfMemory
 from hybridrl.health import Unhealthy
 from hybridrl.rewards.process import ScorerDied
 from hybridrl.runs import setup
-from hybridrl.runs.resume import CRITIC, POLICY, with_restarts
+from hybridrl.runs.attempts import CRITIC, POLICY, with_restarts
 from hybridrl.tracking.faults import code_of
 from tests.sections import keys_of_run
 

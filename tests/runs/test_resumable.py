@@ -26,7 +26,8 @@ from hybridrl.report.contents import Contents
 from hybridrl.report.samples import ChosenSamples
 from hybridrl.report.sections import checkpoints
 from hybridrl.report.verdicts import lights
-from hybridrl.runs.resume import Identity, contents_to_load, find_checkpoint, with_restarts
+from hybridrl.runs.attempts import with_restarts
+from hybridrl.runs.resume import Identity, contents_to_load, find_checkpoint
 from hybridrl.runs.setup import open_checkpoints
 from tests.sections import keys_of_run
 
