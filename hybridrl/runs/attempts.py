@@ -86,8 +86,8 @@ class Adjustments:
         trainer, checkpoint = self.config.trainer, None
         if trainer.resume_mode == "auto":
             checkpoint = next(reversed(resumable(Path(trainer.default_local_dir).expanduser())), None)
-        if checkpoint is None and trainer.resume_mode != "disable":
-            checkpoint = read_checkpoint(Path(trainer.resume_from_path or "").expanduser())
+        if checkpoint is None and trainer.resume_mode != "disable" and trainer.resume_from_path:
+            checkpoint = read_checkpoint(Path(trainer.resume_from_path).expanduser())
         for key, (before, now) in (checkpoint.state.get("adjusted", {}) if checkpoint else {}).items():
             if self.value(key) == before:
                 self.set(key, now)

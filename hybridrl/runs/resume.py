@@ -168,7 +168,7 @@ def find_checkpoint(
     Raises ConfigError if it is not compatible with the run's `settings`, which are its configuration.
     """
     mode, begin = trainer.resume_mode, Path(trainer.resume_from_path or "").expanduser()
-    continues = mode == "auto" and trainer.resume_from_path is not None
+    continues = mode == "auto" and begin.name.startswith("global_step_")  # verl's scripts name others, to no effect
     if continues and not step_directories(directory) and begin.parent.resolve() != directory.resolve():
         mode = "resume_path"  # another run's, until this one has a checkpoint of its own
     saved = select_checkpoint(mode, trainer.resume_from_path, directory, identity.run, say)

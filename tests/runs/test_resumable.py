@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from hybridrl.checkpoint.resume import select_checkpoint
 from hybridrl.checkpoint.saver import WHOLE, Save, SavePlan, Saver, SaveTimes
 from hybridrl.checkpoint.store import Store
-from hybridrl.config import ConfigError
-from hybridrl.config.load import load_ppo_config, load_sft_config
+from hybridrl.config import ConfigError, PPOConfig
+from hybridrl.config.load import load_ppo_config, load_sft_config, resolve_config
 from hybridrl.config.schema import SFTTrainerConfig
 from hybridrl.core.cluster import WorkerDied
 from hybridrl.doctor.__main__ import command
@@ -204,7 +204,12 @@ def test_a_run_that_continues_a_named_checkpoint_resumes_from_its_own_once_it_ha
     assert trainer.resume_mode == "auto"  # by the same command
 
 
-@pytest.mark.parametrize("path", ["checkpoints", "run/global_step_3/actor"])
-def test_a_run_can_continue_from_a_checkpoint_only(tmp_path, path):
-    with pytest.raises(ConfigError, match=r"compares its step .*name \.\.\./global_step_N"):
-        trainer_of(tmp_path, f"trainer.resume_from_path={path}")
+@pytest.mark.parametrize("path", ["checkpoints/", "run/global_step_3/actor"])
+def test_a_path_that_is_no_checkpoint_has_no_effect_as_in_verl(tmp_path, path):
+    words = [*keys_of_run(tmp_path), f"trainer.resume_from_path={path}"]
+    found = resolve_config(PPOConfig, words, "ppo_trainer").findings
+    assert [each.cause for each in found.items if "trainer.resume_from_path" in each.keys] == [
+        "has no effect with trainer.resume_mode=auto, as it is no .../global_step_N"
+    ]
+    trainer = trainer_of(tmp_path, f"trainer.resume_from_path={path}")
+    assert find_checkpoint(trainer, {}, tmp_path, Identity("data", "run", {}), say=print) is None

@@ -122,8 +122,8 @@ def _resolve_run(
     if trainer.resume_from_path and trainer.resume_mode == "disable":
         check.warn("trainer.resume_from_path trainer.resume_mode", "has no effect with trainer.resume_mode=disable")
     elif trainer.resume_from_path and trainer.resume_mode == "auto" and not CHECKPOINT.search(trainer.resume_from_path):
-        cause = "trainer.resume_mode=auto compares its step with those of the run's directory"
-        check.error("trainer.resume_from_path trainer.resume_mode", cause, "name .../global_step_N")
+        cause = "has no effect with trainer.resume_mode=auto, as it is no .../global_step_N"
+        check.warn("trainer.resume_from_path trainer.resume_mode", cause)
     if trainer.max_restarts and trainer.resume_mode == "disable":
         cause = "with resume_mode=disable there is nothing to restart from"
         check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
