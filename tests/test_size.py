@@ -14,7 +14,7 @@ LINES = {
     "agents": 7553,
     "checkpoint": 2028,
     "compat": 3247,
-    "config": 5422,
+    "config": 5423,
     "core": 15395,
     "data": 2788,
     "doctor": 5167,
@@ -25,7 +25,7 @@ LINES = {
     "model_merger": 931,
     "report": 2550,
     "rewards": 3797,
-    "runs": 4330,
+    "runs": 4329,
     "runtime": 1604,
     "tracking": 2010,
 }

@@ -165,21 +165,20 @@ def find_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint to resume from, if any; `from_verl` adds the missing state to one of verl's (None: rejected).
 
-    Raises ConfigError if it is not compatible with the run's `settings`, which are its configuration.
+    With `trainer.resume_mode=auto` a run begins at the checkpoint that is named, if any, and resumes from its own
+    ones of that step or later. Raises ConfigError if there are earlier ones only, or if the checkpoint is not
+    compatible with the run's `settings`, which are its configuration.
     """
     mode, begin = trainer.resume_mode, Path(trainer.resume_from_path or "").expanduser()
-    continues = mode == "auto" and begin.name.startswith("global_step_")  # verl's scripts name others, to no effect
+    continues = mode == "auto" and trainer.resume_from_path is not None
     if continues and not step_directories(directory) and begin.parent.resolve() != directory.resolve():
         mode = "resume_path"  # another run's, until this one has a checkpoint of its own
     saved = select_checkpoint(mode, trainer.resume_from_path, directory, identity.run, say)
     if continues and mode == "auto" and (saved is None or saved.step < step_number(begin)):
         at = f"step {saved.step}" if saved else "no step"
-        cause = (
-            f"{trainer.experiment_name} continues from {begin.name} (trainer.resume_from_path), and {directory} is at "
-        )
-        raise ConfigError(
-            f"{cause}{at}", fix="first run what trains up to there, or leave trainer.resume_from_path out"
-        )
+        cause = f"{trainer.experiment_name} continues from {begin.name} (trainer.resume_from_path)"
+        fix = "first run what trains up to there, or leave trainer.resume_from_path out"
+        raise ConfigError(f"{cause}, and {directory} is at {at}", fix=fix)
     if saved is None:
         return None
     if is_verl(saved.path):

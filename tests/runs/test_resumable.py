@@ -204,7 +204,7 @@ def test_a_run_that_continues_a_named_checkpoint_resumes_from_its_own_once_it_ha
     assert trainer.resume_mode == "auto"  # by the same command
 
 
-@pytest.mark.parametrize("path", ["checkpoints/", "run/global_step_3/actor"])
+@pytest.mark.parametrize("path", ["checkpoints/", "run/global_step_3/actor", "run/global_step_last"])
 def test_a_path_that_is_no_checkpoint_has_no_effect_as_in_verl(tmp_path, path):
     words = [*keys_of_run(tmp_path), f"trainer.resume_from_path={path}"]
     found = resolve_config(PPOConfig, words, "ppo_trainer").findings

@@ -124,6 +124,7 @@ def _resolve_run(
     elif trainer.resume_from_path and trainer.resume_mode == "auto" and not CHECKPOINT.search(trainer.resume_from_path):
         cause = "has no effect with trainer.resume_mode=auto, as it is no .../global_step_N"
         check.warn("trainer.resume_from_path trainer.resume_mode", cause)
+        trainer.resume_from_path = None  # as in scripts of verl
     if trainer.max_restarts and trainer.resume_mode == "disable":
         cause = "with resume_mode=disable there is nothing to restart from"
         check.error("trainer.max_restarts trainer.resume_mode", cause, "set resume_mode=auto")
